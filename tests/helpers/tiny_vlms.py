@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 from PIL import Image
 
-from vlm_configs import IMAGE, picture_of
-from vlm_zoo import configuration, write_model
+from vlm_zoo import IMAGE, configuration, picture_of, write_model
 from vocabularies import write_tokenizer
 
 SPECIAL = ("<|vision_start|>", "<|video_pad|>", "<|image_pad|>", "<|vision_end|>", "<|im_end|>")

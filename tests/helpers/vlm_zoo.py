@@ -23,22 +23,420 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_flash import BudgetError, FlashConfig, FlashError
 from mlx_flash.compat.vlm import language_part
 from mlx_flash.vision.flashvlm import load_vlm_model
-from vlm_configs import (
-    ENTRIES,
-    FORMS,
-    IMAGE,
-    KINDS,
-    MODELS,
-    OTHERS,
-    PARTS,
-    SMALL,
-    TOKENS,
-    VISION,
-    Picture,
-    picture_of,
-)
 from zoo.compare import Outcome, one_line
 from zoo.pool import Case
+
+# Tiny configurations, and pictures in the forms that processors make
+
+IMAGE = 290
+"""The token that stands for a part of a picture."""
+
+# Settings by their names
+
+
+def by_name(*values: tuple[Any, str]) -> dict[str, Any]:
+    """Return settings that are given as values and the names that have each."""
+    return {name: value for value, names in values for name in names.split()}
+
+
+TEXT = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 300,
+}
+VISION = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "patch_size": 14,
+    "image_size": 56,
+}
+PARTS = ("text", "vision", "audio", "projector", "perceiver")
+SMALL = TEXT | by_name(
+    (False, "enable_audio_output block_auto_adjust_ff_dim mamba_proj_bias"),
+    (True, "use_conv_bias"),
+    (0, "num_kv_shared_layers pad_token_id"),
+    (1, "first_k_dense_replace n_group topk_group insert_layer_id moe_start_layer n_groups"),
+    (2, "num_global_layers mlp_ratio num_experts_per_tok linear_num_key_heads full_attention_interval n_kv_heads"),
+    (2, "_sliding_window_pattern num_attention_groups moe_top_k"),
+    (3, "depth num_layers n_layers layers vision_n_layers image_num_layers vt_num_hidden_layers"),
+    (4, "num_heads num_experts num_local_experts n_routed_experts linear_num_value_heads heads default_output_length"),
+    (4, "vision_n_heads moe_num_experts freq_allocation image_num_heads image_num_key_value_heads prefix_attn"),
+    (4, "vt_num_attention_heads"),
+    (16, "sliding_window laurel_rank rope_dim ssm_state_size"),
+    (32, "hidden_size_per_layer_input q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_channels"),
+    (32, "v_head_dim linear_key_head_dim linear_value_head_dim global_head_dim attention_head_dim image_head_dim"),
+    (32, "swa_v_head_dim mamba_head_dim"),
+    (56, "crop_size"),
+    (64, "moe_intermediate_size shared_expert_intermediate_size share_expert_dim"),
+    (
+        128,
+        "d_model embed_dim out_hidden_size projection_dim input_dim n_embed width proj_out_dim image_emb_dim conv_dim",
+    ),
+    (128, "projector_input_dim projector_output_dim vision_output_dim image_feature_size image_proj_hidden_size"),
+    (128, "output_size vision_dim moe_hidden_size image_dim_out block_dim conv_dim_out pixel_hidden_size"),
+    (128, "vt_hidden_size qkv_hidden_size vit_hidden_size"),
+    (224, "max_image_size"),
+    (256, "intermediate_size_mlp proj_inner_dim vision_inter_dim image_mlp_dim vt_intermediate_size"),
+    (300, "vocab_size_per_layer_input"),
+    (512, "max_position_embeddings mlp_hidden_size"),
+    (1e-5, "layer_norm_epsilon"),
+    (10000.0, "rope_theta"),
+)
+TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id", "im_patch_id")
+OTHERS = {"video_token_id": 289, "video_token_index": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+
+KINDS = {
+    "text_config": ("{name}", "{name}_text", "llama", "mistral", "qwen2", "gemma", "gemma2"),
+    "vision_config": (
+        *("{name}", "{name}_vision", "{name}_vision_model", "siglip_vision_model", "clip_vision_model", "pixtral"),
+        *("intern_vit_6b", "siglip2_vision_model", "vit", "radio", "vision"),
+    ),
+}
+"""Values of ``model_type`` that parts of models have; the first one that mlx-vlm takes is used."""
+
+# Architectures by their names
+
+PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+FULL_MROPE = {"type": "default", "mrope_section": [4, 6, 6]}
+QWEN_VISION = by_name((3, "depth"), (128, "hidden_size out_hidden_size"), (256, "intermediate_size"), (4, "num_heads"))
+QWEN_VISION |= {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+QWEN3_5 = {"text_config": {"num_hidden_layers": 4, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION}
+DEEPSEEK = {
+    "text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
+    "vision_config": {"model_type": "vision", "image_size": 64},
+}
+DEEPSEEK_2 = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}
+PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
+OMNI_TEXT = TEXT | by_name((4, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"))
+OMNI_TEXT |= {"mlp_only_layers": [], "moe_intermediate_size": 64, "rope_theta": 10000.0, "rope_scaling": FULL_MROPE}
+OMNI_TEXT |= {"max_position_embeddings": 512}
+OMNI_AUDIO = by_name(
+    (2, "encoder_layers num_hidden_layers"), (4, "encoder_attention_heads"), (32, "downsample_hidden_size")
+)
+OMNI_AUDIO |= by_name((64, "d_model"), (128, "encoder_ffn_dim output_dim"))
+OMNI_TOKENS = {"image_token_id": IMAGE, "video_token_id": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+GLM_MOE = by_name((False, "use_qk_norm attention_bias"), (True, "norm_topk_prob"), (1, "n_shared_experts"))
+XDROPE = {"type": "xdrope", "xdrope_section": [4, 4, 4, 4], "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1}
+MOLMO2 = by_name((128, "hidden_size"), (256, "intermediate_size"), (4, "num_attention_heads num_key_value_heads"))
+MOLMO2 |= {"head_dim": 32}
+KDA = {"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4}
+PHI_AUDIO = {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
+    "gemma3n": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "intermediate_size": [256] * 4,
+        }
+    },
+    "gemma4": {
+        "text_config": {"num_hidden_layers": 4, "sliding_window_pattern": 2},
+        "vision_config": {"num_key_value_heads": 4},
+    },
+    "llama4": {
+        "text_config": {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]},
+        "vision_config": {
+            **by_name(
+                (0.5, "pixel_shuffle_ratio"), (1e-5, "norm_eps"), (0.0, "projector_dropout"), (3, "num_channels")
+            ),
+            **by_name((512, "intermediate_size"), (0.02, "initializer_range"), (-1, "vision_feature_layer")),
+            "vision_feature_select_strategy": "default",
+        },
+    },
+    "glm4v": {
+        "text_config": {"eos_token_id": [1], "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    },
+    "glm4v_moe": {
+        "eos_token_id": [1],
+        "text_config": {
+            **GLM_MOE,
+            "rope_scaling": FULL_MROPE,
+            "partial_rotary_factor": 1.0,
+            "routed_scaling_factor": 1.0,
+        },
+    },
+    "llava_bunny": {"vision_config": {"image_size": 378}},
+    "llava_onevision": {"image_grid_pinpoints": [[56, 56]]},
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1]},
+        "vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384},
+    },
+    "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
+    "paddleocr_vl": {"hidden_size": 1024},
+    "granite4_vision": {
+        "vision_config": {"image_size": 112},
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [0, 1, 2, 2],
+    },
+    "inkling": {"vision_config": {"patch_size": 40}},
+    "jina_vlm": {"vision_config": {"vit_layers": [-1, -2]}},
+    "deepseek_v4": by_name(
+        *((2, "o_groups vision_downsample_ratio"), (4, "index_n_heads"), (16, "qk_rope_head_dim")),
+        *((32, "o_lora_rank"), (64, "index_head_dim")),
+    ),
+    "qwen3_omni_moe": {
+        "thinker_config": {
+            "text_config": OMNI_TEXT,
+            "vision_config": QWEN_VISION,
+            "audio_config": OMNI_AUDIO,
+            **OMNI_TOKENS,
+        },
+        "talker_config": {"text_config": OMNI_TEXT},
+    },
+    "muse_spark": {
+        "text_config": {
+            "rope_parameters": {"rope_theta": 1e4},
+            "layer_rope_theta": [1e4, 0.0, 1e4],
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 30.0,
+            "output_multiplier": 1.0,
+        },
+        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
+        "audio_config": {"hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
+        "out_hidden_size": 512,
+        "projector_hidden_size": 128,
+    },
+    "step3p7": {"text_config": {"moe_layers_enum": [1, 2]}, "vision_config": {"mlp_ratio": 2.0}},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "qwen4_exp": QWEN3_5,
+    "lfm2_vl": {
+        "text_config": {"layer_types": ["conv", "full_attention", "conv"]},
+        "vision_config": {"num_patches": 16},
+        "projector_hidden_size": 128,
+    },
+    "hunyuan_vl": {"text_config": {"rope_scaling": XDROPE | by_name((1.0, "factor mscale mscale_all_dim"))}},
+    "minicpmv4_6": {"text_config": {"num_hidden_layers": 4}, "image_size": 56},
+    "deepseek_vl_v2": {**DEEPSEEK, "projector_config": PROJECTOR},
+    "deepseekocr": DEEPSEEK,
+    "deepseekocr_2": {**DEEPSEEK, "vision_config": {"model_type": "vision", "width": {"qwen2-0-5b": DEEPSEEK_2}}},
+    "ernie4_5_moe_vl": {
+        **by_name(([4, 4], "moe_num_experts"), ([1, 1], "moe_layer_start_index"), ([2, 2], "moe_layer_end_index")),
+        **by_name(([64, 64], "moe_intermediate_size"), ([6, 6, 4], "mrope_section")),
+    },
+    "molmo": {
+        "text_config": {"n_heads": 4, "embedding_size": 300, "additional_vocab_size": 8},
+        "vision_config": {
+            **by_name((256, "hidden_size"), (17, "image_num_pos"), (588, "intermediate_size")),
+            "image_default_input_size": [56, 56],
+            "vit_layers": [-2, -3],
+        },
+    },
+    "molmo2": {
+        "image_end_token_id": 289,
+        "image_patch_id": IMAGE,
+        "text_config": {"additional_vocab_size": 8},
+        "vision_config": {
+            "vit_config": {
+                **MOLMO2,
+                "num_hidden_layers": 3,
+                "image_num_pos": 16,
+                "image_default_input_size": [56, 56],
+            },
+            "adapter_config": {**MOLMO2, "text_hidden_size": 128, "vit_layers": [-1, -2]},
+        },
+    },
+    "moondream3": {"text_config": {"num_key_value_heads": 4}},
+    "multi_modality": {
+        "vision_config": {"cls": "", "params": {"image_size": 56}},
+        "projector_config": {"cls": "MlpProjector", "model_type": "projector", "params": PROJECTOR},
+    },
+    "mimo_v2": {
+        "text_config": {
+            "hybrid_layer_pattern": [0, 1, 0],
+            "moe_layer_freq": [0, 1, 1],
+            "partial_rotary_factor": 0.5,
+            **by_name((2, "swa_num_key_value_heads"), (4, "swa_num_attention_heads"), (32, "swa_head_dim")),
+        },
+        "vision_config": {"fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]},
+    },
+    "kimi_k3": {
+        "text_config": {"linear_attn_config": KDA, "num_key_value_heads": 4, "num_experts": None},
+        "vision_config": by_name(
+            (128, "text_hidden_size mm_hidden_size"), (8, "init_pos_emb_height init_pos_emb_width")
+        ),
+    },
+    "nemotron_h_nano_omni": {
+        "text_config": by_name(("M*-M", "hybrid_override_pattern"), (False, "attention_bias mlp_bias use_bias")),
+        "projector_hidden_size": 128,
+    },
+    "phi4_siglip": {"mm_hidden_size": 128},
+    "phi4mm": {"mm_hidden_size": 128, "audio_processor": {"config": PHI_AUDIO}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+}
+"""By architecture: entries that replace those of the generated configuration."""
+
+QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 288}
+QWEN3_MOE = by_name(
+    (8, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"), (True, "norm_topk_prob")
+)
+QWEN3_MOE |= {"mlp_only_layers": [], "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": False}
+QWEN3_MOE |= {"moe_intermediate_size": 1024}  # the smallest budget holds a part of the experts
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "image_token_index": IMAGE,
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
+    },
+    "qwen2_vl": TEXT
+    | QWEN_TOKENS
+    | {
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "text_config": {},
+        "vision_config": by_name((3, "depth"), (128, "embed_dim hidden_size"), (4, "num_heads"), (14, "patch_size")),
+    },
+    "qwen3_vl_moe": QWEN_TOKENS
+    | {
+        "text_config": TEXT
+        | QWEN3_MOE
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        },
+        "vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]},
+    },
+    "gemma3": {
+        "image_token_index": IMAGE,
+        "hidden_size": 128,
+        "text_config": TEXT
+        | {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2, "mm_tokens_per_image": 4},
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+    },
+}
+"""Configurations, by mlx-vlm's names of architectures."""
+
+# Pictures
+
+PATCHES = {"spatial_shapes": mx.array([[4, 4]]), "pixel_attention_mask": mx.ones((1, 16), mx.int32)}
+Picture = tuple[mx.array, Any, dict[str, Any]]
+"""Tokens, the numbers of a picture, and further arguments of ``get_input_embeddings``."""
+
+
+def _tokens(count: int, image: int = IMAGE) -> mx.array:
+    return mx.array([[1, 288, *[image] * count, 2, 3]])
+
+
+def _marks(count: int) -> mx.array:
+    """Return which of the tokens stand for a picture."""
+    return _tokens(count) == IMAGE
+
+
+def _pixels(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+def _of_qwen() -> Picture:
+    return _tokens(4), _pixels(16, 3 * 2 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}
+
+
+def _of_molmo() -> Picture:
+    extra = {"image_masks": mx.ones((1, 1, 16)), "image_input_idx": mx.arange(2, 6)[None, None]}
+    return _tokens(4), _pixels(1, 1, 16, 3 * 14 * 14), extra
+
+
+def _of_kimi() -> Picture:
+    return _tokens(4), _pixels(16, 3, 14, 14), {"image_grid_hws": mx.array([[4, 4]])}
+
+
+def _of_moondream() -> Picture:
+    return _tokens(16), _pixels(1, 56, 56, 3), {"num_crops": [1], "crop_layouts": [(1, 1)]}
+
+
+def _deepseek_v4() -> Picture:
+    """Return a picture whose tokens are behind the vocabulary, of which each kind has its own."""
+    kinds = mx.array([0, 2, 2, 2, 2, 4])
+    tokens = mx.concatenate([mx.array([1, 5]), 300 + kinds, mx.array([2, 3])])[None]
+    extra = {"image_grid_hw": [[4, 4]], "image_sample_indices": [0], "image_offsets": [2], "image_types": kinds}
+    extra |= {"image_type_offsets": [0, 6], "image_permutations": [2, 0, 1, 3]}
+    return tokens, _pixels(16, 3 * 14 * 14), {name: mx.array(value) for name, value in extra.items()}
+
+
+FORMS: dict[str, Callable[[], Picture]] = {
+    "llava": lambda: (_tokens(16), _pixels(1, 3, 56, 56), {}),
+    "gemma3": lambda: (_tokens(4), _pixels(1, 3, 56, 56), {}),
+    "qwen2_vl": _of_qwen,
+    "qwen3_vl_moe": _of_qwen,
+    "deepseek_v4": _deepseek_v4,
+    "deepseek_vl_v2": lambda: (
+        _tokens(41),
+        _pixels(1, 2, 3, 64, 64),
+        {"images_spatial_crop": mx.array([[[1, 1]]]), "images_seq_mask": _marks(41)},
+    ),
+    "ernie4_5_moe_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
+    "fastvlm": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
+    "granite4_vision": lambda: (_tokens(16), _pixels(1, 1, 3, 112, 112), {}),
+    "idefics2": lambda: (
+        _tokens(64),
+        _pixels(1, 1, 3, 56, 56),
+        {"pixel_attention_mask": mx.ones((1, 1, 56, 56), mx.int32)},
+    ),
+    "inkling": lambda: (_tokens(2), _pixels(2, 2, 40, 40, 3), {}),
+    "jina_vlm": _of_molmo,
+    "kimi_k25": _of_kimi,
+    "kimi_k3": lambda: (_tokens(4), _pixels(16, 3, 14, 14), {"grid_thws": mx.array([[1, 4, 4]])}),
+    "kimi_vl": _of_kimi,
+    "lfm2_vl": lambda: (_tokens(4), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "llava_bunny": lambda: (_tokens(1), _pixels(1, 3, 378, 378), {}),
+    "llava_onevision": lambda: (_tokens(36), _pixels(1, 2, 3, 56, 56), {"image_sizes": mx.array([[56, 56]])}),
+    "locateanything": _of_kimi,
+    "minicpmv4_6": lambda: (
+        _tokens(1),
+        [[_pixels(3, 14, 14 * 16)]],
+        {"tgt_sizes": [mx.array([[4, 4]])], "image_bound": [mx.array([[2, 3]])]},
+    ),
+    "mllama": lambda: (
+        _tokens(1),
+        _pixels(1, 1, 4, 3, 56, 56),
+        {
+            "aspect_ratio_ids": mx.array([[1]]),
+            "aspect_ratio_mask": mx.array([[[1, 0, 0, 0]]]),
+            "cross_attention_mask": mx.array([[[[0] * 4], *[[[1, 0, 0, 0]]] * 4]]),
+        },
+    ),
+    "molmo": _of_molmo,
+    "molmo2": lambda: (
+        mx.array([[1, *[IMAGE] * 4, 289, *[IMAGE] * 4, 289, 2]]),
+        _pixels(2, 16, 3 * 14 * 14),
+        {
+            "image_token_pooling": mx.array([[2 * i + j for j in (0, 1, 4, 5)] for i in range(8)]),
+            "image_grids": mx.array([[2, 2, 2, 2]]),
+            "image_num_crops": mx.array([2]),
+        },
+    ),
+    "moondream2": _of_moondream,
+    "moondream3": _of_moondream,
+    "muse_glimmer": _of_qwen,
+    "paddleocr_vl": lambda: (_tokens(4), _pixels(1, 16, 3, 14, 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
+    "step3p7": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
+    "phi4_siglip": lambda: (_tokens(1, -200), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "phi4mm": lambda: (_tokens(1), _pixels(1, 16, 3 * 14 * 14), PATCHES),
+    "plamo2vl": lambda: (_tokens(16), _pixels(1, 1, 3, 56, 56), {}),
+    "qwen3_omni_moe": _of_qwen,
+    "youtu_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"spatial_shapes": mx.array([[4, 4]])}),
+}
+"""By architecture: a function that makes the same picture in every run, after ``mx.random.seed``."""
+
+
+def picture_of(name: str) -> Picture:
+    """Return the picture for an architecture of :data:`FORMS`."""
+    mx.random.seed(6)
+    picture = FORMS[name]()
+    mx.eval(picture)
+    return picture
+
+
+# Stock and streamed
 
 MAX_BYTES = 2e9
 """The largest model that is tried. The towers of some have sizes that no configuration changes."""

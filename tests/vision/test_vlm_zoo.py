@@ -14,8 +14,7 @@ from mlx_vlm.utils import load_model
 
 from mlx_flash import FlashConfig
 from mlx_flash.vision.flashvlm import load_vlm_model
-from vlm_configs import picture_of
-from vlm_zoo import make_prompt_cache, outcome_of_model, save
+from vlm_zoo import make_prompt_cache, outcome_of_model, picture_of, save
 
 NAMES = ["deepseek_v4", "gemma4", "glm5_next", "llama4", "mllama", "phi4_siglip", "qwen3_5_moe", "smolvlm"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -118,11 +118,12 @@ class GenerateRequest(TextRequest):
     template: Literal[""] | None = None
     images: Many[str] | None = None
 
-    @model_validator(mode="after")
-    def _has_places(self) -> GenerateRequest:
-        if self.images and (self.raw or not self.prompt):
+    @field_validator("images")
+    @classmethod
+    def _have_places(cls, images: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        if images and (info.data.get("raw") or not info.data.get("prompt")):
             raise ValueError("images belong to a prompt that is not raw")
-        return self
+        return images
 
 
 def chat(body: ChatRequest) -> Asked:

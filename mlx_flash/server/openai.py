@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -255,11 +255,12 @@ class LogprobFields(Body):
     logprobs: bool | None = None
     top_logprobs: NumLikeliest | None = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> LogprobFields:
-        if self.top_logprobs and not self.logprobs:
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number and not info.data.get("logprobs"):
             raise ValueError("top_logprobs needs logprobs")
-        return self
+        return number
 
     @property
     def num_likeliest(self) -> int | None:

@@ -286,6 +286,7 @@ WRONG_FIELDS: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 """Values that are refused, and fields whose answer would not be the one that was asked for, and nobody would see it."""
 
+PNG = "iVBORw0KGgo="
 DOCUMENT = {"type": "document", "source": {"type": "base64", "data": ""}}
 WRONG_PLACES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     CHAT: [
@@ -301,7 +302,7 @@ WRONG_PLACES: dict[str, list[tuple[str, dict[str, Any]]]] = {
           for name in ("chat_template", "return_tensors", "tokenize", "messages")),
         ("response_format.type", {"response_format": {"type": "xml"}}),
         ("response_format.json_schema.schema", {"response_format": form(schema=SCHEMA_7)}),
-        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}), ("top_logprobs", {"top_logprobs": 2}),
         ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
         ("tool_choice.type", {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}),
         ("modalities.0", {"modalities": ["audio"]}), ("tools.0", {"tools": [{"type": "function"}]}),
@@ -313,9 +314,11 @@ WRONG_PLACES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("messages.0.content.0.type: blocks of type container_upload", {"messages": part(type="container_upload")}),
         ("messages.0.content.0.type: blocks of type document with a source of type base64",
          {"messages": part(**DOCUMENT)}),
+        ("tool_choice", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}}),
         ("tools.0", {"tools": [{"name": "f"}]}), ("thinking.type", {"thinking": {"type": "deep"}}),
         ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA_7}}}),
     ],
+    "/api/generate": [("images", {"raw": True, "images": [PNG]})],
     "/api/chat": [
         ("options.temperature", {"options": {"temperature": True}}), ("options.top_k", {"options": {"top_k": -2}}),
         ("schema", {"format": SCHEMA_7}), ("messages.0.role", {"messages": [{"role": "robot", "content": "x"}]}),

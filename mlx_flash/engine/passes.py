@@ -354,7 +354,8 @@ class Passes:
             for part in parts:
                 part.view(self._is_proven)
             places = [(part, index) for part in parts for index in range(len(part.calls))]
-            num_units = max(1, len(self._engine.stream.units))
+            num_layers = 0 if self._engine.experts is None else len(self._engine.experts.stacks)
+            num_runs = len(places) * (1 + len(self._engine.stream.units) + num_layers)  # from place to place
 
             def before(number: int) -> None:
                 part, index = places[number]
@@ -369,7 +370,7 @@ class Passes:
                 self._engine.stream,
                 before,
                 after,
-                progress=lambda done: progress(min(1.0, done / num_units)),
+                progress=lambda done: progress(min(1.0, done / num_runs)),
                 agree=self._agree,
                 num_groups=1 if self._chain is None else min(self._chain.peers.size, len(parts)),
             )
@@ -410,7 +411,7 @@ class Passes:
             for part in parts:
                 part.known = self._known(part.calls)
             calls = [part.calls for part in parts]
-            if sum(map(len, calls)) > 1:
+            if sum(map(len, calls)) > 1 or self._is_told(parts[0]):
                 self._counted(calls, partial(self.run, parts, teller(lanes)))
             for i, part in enumerate(parts):
                 if part.outcome is None:  # one call, or the first of some that need an order
@@ -429,6 +430,11 @@ class Passes:
         for part in parts:
             if part.row.error is None:
                 part.row.tell(0)
+
+    def _is_told(self, part: _Part) -> bool:
+        """Return whether a call alone takes so long that its caller may leave, which lockstep notices at each unit."""
+        is_long = part.row.report is not None and part.calls[0].num_tokens > PREFILL_STEPS[-1]
+        return is_long and self.can_share and self._chain is None
 
     @contextmanager
     def _undoing(self, parts: Sequence[_Part]) -> Iterator[None]:

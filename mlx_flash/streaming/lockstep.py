@@ -78,10 +78,10 @@ class _Group:
 class Lockstep:
     """One pass over the weights for several calls.
 
-    ``before`` and ``after`` are called with the number of a task around each of its runs, ``progress`` after each unit
-    with the number of units so far. ``agree`` takes the results so far of a group of lanes where all its tasks wait for
-    other ranks, and at the end; it returns them with the errors of lanes that failed on other ranks. The number of
-    groups is the same on all ranks.
+    ``before`` and ``after`` are called with the number of a task around each of its runs, and ``progress`` with the
+    number of runs so far: a caller may leave while many calls run on a unit. ``agree`` takes the results so far of a
+    group of lanes where all its tasks wait for other ranks, and at the end; it returns them with the errors of lanes
+    that failed on other ranks. The number of groups is the same on all ranks.
     """
 
     stream: WeightStream
@@ -93,7 +93,7 @@ class Lockstep:
     _results: Results = field(default_factory=list)
     _held: int | None = None
     _to_come: list[_Group] = field(default_factory=list)
-    _num_units: int = 0
+    _num_runs: int = 0
 
     def run(self, lanes: Sequence[Sequence[Task]]) -> Results:
         """Return for each lane the results of its tasks, or what one of them raised. The others go on then.
@@ -153,7 +153,6 @@ class Lockstep:
         going = group.going
         if going:
             self._take_turns(going, _next_place(going))
-            self.progress(self._num_units)
         return bool(going)
 
     def _visit(self, group: _Group, place: Place | None, groups: Sequence[_Group]) -> None:
@@ -162,13 +161,11 @@ class Lockstep:
         if isinstance(place, int) and self._held is None:
             self.stream.acquire(place)
             self._held, self._to_come = place, list(groups)
-            self._num_units += 1
         self._take_turns(group.live, place)
         if place == self._held:
             self._to_come = [other for other in self._to_come if other is not group]
             if not self._to_come:
                 self._let_go()
-        self.progress(self._num_units)
 
     def _let_go(self) -> None:
         held, self._held = self._held, None
@@ -197,6 +194,8 @@ class Lockstep:
                     _end(other)
             return
         self.after(call.number)
+        self._num_runs += 1
+        self.progress(self._num_runs)
 
 
 def _next_place(calls: Sequence[_Call]) -> Place | None:

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_flash
 from mlx_flash import CacheError, ClosedError, FlashConfig
+from mlx_flash.engine.passes import Passes
 from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.generation.batches import RowGenerator
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
@@ -86,6 +87,24 @@ def test_the_last_token_of_an_answer_shares_a_pass_with_the_next_prompt(
         found_tokens, found_logprobs = two_turns(model, mlx_flash.generate_step)
         assert found_tokens == tokens and same_bits(found_logprobs, logprobs)
         assert model.counters.num_passes == 3 + 3
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_each_part_of_a_prompt_reports_at_each_unit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """A caller that leaves is noticed then, although a pass may take minutes."""
+    prompt, step = mx.arange(60), 20
+    monkeypatch.setattr(Passes, "fits", lambda passes, cache: shares)
+    with streamed_whole(directory, speculation=False) as model:
+        model.plan = wide(model.plan)
+        reports: list[int] = []
+        report = lambda done, total: reports.append(done)  # noqa: E731
+        options: Any = {"prefill_step_size": step, "prompt_progress_callback": report}
+        list(mlx_flash.generate_step(prompt, model, max_tokens=1, **options))
+        assert (model.counters.num_passes == 1) == shares
+        assert len(reports) >= 3 * len(model.plan.streaming.layers) > 4
+        assert reports == sorted(reports) and reports[-1] == 60
 
 
 def test_a_cache_that_lacks_its_last_token_says_so(directory: Path) -> None:

@@ -9,26 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache
 
-from kv_settings import same
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.options import KVOptions
-from models import LLAMA, build, same_bits
 from waiting import eventually
 
 LENGTHS = (300, 1, 1, 255, 700, 1, 40)
-PROMPT = mx.array([i * 37 % 1000 for i in range(600)])
-
-
-@pytest.fixture(scope="module")
-def llama() -> nn.Module:
-    return build(LLAMA | {"num_hidden_layers": 2})
 
 
 def rows_of(seed: int, num_tokens: int) -> mx.array:
@@ -38,30 +28,6 @@ def rows_of(seed: int, num_tokens: int) -> mx.array:
 def feed(cache: KVCache, seed: int, num_tokens: int) -> list[mx.array]:
     found = cache.update_and_fetch(rows_of(seed, num_tokens), rows_of(seed + 1, num_tokens))
     return [mx.contiguous(array) for array in found]
-
-
-def generated(model: nn.Module, cache: list[Any], prompt: mx.array = PROMPT) -> list[Any]:
-    return [*generate_step(prompt, model, max_tokens=6, prefill_step_size=128, prompt_cache=cache)]
-
-
-def test_it_is_mlx_lms_cache_bit_for_bit(tmp_path: Path) -> None:
-    mine, theirs = DiskKVCache(directory=tmp_path), KVCache()
-    assert isinstance(mine, KVCache) and mine.empty() and mine.nbytes == 0
-    for seed, num_tokens in enumerate(LENGTHS):
-        assert same_bits(feed(mine, seed, num_tokens), feed(theirs, seed, num_tokens))
-        assert mine.offset == theirs.offset == mine.size()
-        if seed % 2:
-            assert mine.trim(3) == theirs.trim(3)
-            assert mine.offset == theirs.offset
-        for count in (1, 5):
-            mask, expected = (
-                mine.make_mask(count, return_array=True, window_size=None),
-                theirs.make_mask(count, return_array=True, window_size=None),
-            )
-            assert (mask is None) == (expected is None) and (mask is None or mx.array_equal(mask, expected))
-    keys, values, offset = mine.state
-    assert offset == theirs.offset
-    assert same_bits([keys, values], [array[..., :offset, :] for array in theirs.state[:2]])
 
 
 def test_cuda_gets_buffers_of_mlx_lms_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,33 +70,15 @@ def test_its_tokens_are_on_disk(tmp_path: Path) -> None:
     assert mine.is_on_disk
     assert mine.pool.note().disk_bytes == sum(LENGTHS) // 256 * 256 * 2 * 2 * 3 * 32 * 2
     assert mine.nbytes == 256 * 2 * 2 * 3 * 32 * 2 < theirs.nbytes
-
-
-def test_generation_is_equal(llama: nn.Module, tmp_path: Path) -> None:
-    cache = [DiskKVCache(directory=str(tmp_path)) for _ in llama.layers]
-    assert same(generated(llama, cache), generated(llama, make_prompt_cache(llama)))
-    assert cache[0].pool.stats.num_fetched > 0
-    assert len({id(entry.pool) for entry in cache}) == 1  # one pair of slots
-    assert cache[0].pool.ring.held < 3 * 1024 * LLAMA["hidden_size"] * 2 * 4
-
-
-def test_it_is_saved_and_loaded_by_mlx_lm(llama: nn.Module, tmp_path: Path) -> None:
-    mine, theirs = [DiskKVCache(directory=tmp_path) for _ in llama.layers], make_prompt_cache(llama)
-    generated(llama, mine), generated(llama, theirs)
-    save_prompt_cache(str(tmp_path / "cache.safetensors"), mine)
-    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
-    assert [type(entry) for entry in loaded] == [KVCache] * len(mine)
-    on_disk = [DiskKVCache(directory=tmp_path) for _ in llama.layers]
-    for entry, plain in zip(on_disk, loaded, strict=True):
-        entry.state = plain.state
-        assert entry.is_on_disk
-    more = mx.array([1, 2, 3])
-    expected = generated(llama, theirs, more)
-    assert all(same(generated(llama, cache, more), expected) for cache in (loaded, on_disk, mine))
+    for _ in range(2):  # a state that is set goes there, too
+        assert all(map(mx.array_equal, mine.state[:2], theirs.keys_and_values()))
+        mine.state = theirs.state
+        assert mine.is_on_disk and not mine.empty()
 
 
 def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:
     first, second = DiskKVCache(directory=tmp_path / "new" / "kv"), DiskKVCache(directory=tmp_path / "new" / "kv")
+    assert first.pool is second.pool  # one pair of slots
     mx.eval(feed(first, 0, 600), feed(second, 1, 600))
     assert len(list((tmp_path / "new" / "kv").glob("*/*.kv"))) == 2
     del first

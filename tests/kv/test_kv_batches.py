@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import itertools
@@ -21,7 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
-from mlx_flash.engine.call import Row
 from mlx_flash.errors import WriteError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.kv import disk as kv_disk
@@ -64,12 +62,6 @@ def stock_logits(wide: Path) -> list[mx.array]:
         found.append(model(mx.array([[number]]), cache=cache)[0, -1])
     mx.eval(found)
     return found
-
-
-def advance(model: FlashLLM, *rows: Row) -> None:
-    while not all(row.is_done for row in rows):
-        model.advance(rows)
-    assert not any(row.error for row in rows)
 
 
 def run(model: FlashLLM, prompts: list[list[int]], arrivals: list[int] | None = None) -> tuple[list[Any], int, int]:
@@ -221,26 +213,6 @@ def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
         assert mine.pool.note().num_offloaded > 4 and mine.pool.note().read_bytes
         assert mine.pool.note().memory_bytes <= 1_500_000
         assert ask(mine, texts[0]) == expected[0]
-
-
-def test_copies_of_a_cache_on_disk_write_new_tokens_only(directory: Path) -> None:
-    with load_model(directory, settings(directory, times=4.0, context_length=420))[0] as model:
-        assert model.kv is not None
-        cache = make_prompt_cache(model)
-        advance(model, model.row(mx.array([PROMPTS[0]]), cache, STEP))
-        for entry in cache:
-            if not entry.is_on_disk:
-                entry.offload()
-        written = model.kv.note().written_bytes
-        caches = [copy.deepcopy(cache) for _ in range(4)]
-        rows = [model.row(mx.array([[k] * 16]), each, STEP) for k, each in enumerate(caches)]
-        advance(model, *rows)
-        usage, page = model.kv.note(), 16 * sum(model.plan.kv.rows)
-        assert usage.written_bytes - written == 4 * page
-        assert usage.disk_bytes == usage.written_bytes
-        for k, row in enumerate(rows):
-            mine = model(mx.array([[k] * 16]), cache=copy.deepcopy(cache))
-            assert mx.array_equal(row.outputs[0], mine[:, -1:])
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -223,14 +222,6 @@ def llama() -> nn.Module:
 PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "step": {},
-    "disk": {"step": 16},
-    "disk, large slots": {"step": 32, "max_context_length": 512},
-}
-"""``disk``: all layers go there while tokens are generated."""
-
-
 def generated(
     model: nn.Module, cache: list[Any], num_tokens: int = 60, offloads: bool = False, **kwargs: Any
 ) -> list[tuple[int, mx.array]]:
@@ -243,12 +234,6 @@ def generated(
             for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
                 offload_all(pool)
     return found
-
-
-@pytest.fixture(scope="module")
-def stock(llama: nn.Module) -> Callable[..., list[tuple[int, mx.array]]]:
-    """What mlx-lm's own caches generate, each computed once."""
-    return functools.cache(lambda **kwargs: generated(llama, make_prompt_cache(llama), **kwargs))
 
 
 def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..., KVOptions]) -> None:

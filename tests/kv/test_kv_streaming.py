@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import functools
 import gc
@@ -20,17 +19,14 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
-    load_prompt_cache,
     make_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
 )
 
 import children
 import zoo
 from children import HELPERS
 from faulty import FailingDisk
-from kv_settings import CONTEXT, FORMS, SMALL, STEP, little_under_way, same, settings
+from kv_settings import FORMS, SMALL, STEP, little_under_way, same, settings
 from mlx_flash import (
     BudgetError,
     CacheError,
@@ -146,42 +142,6 @@ def test_a_draft_model_keeps_its_own(directories: Callable[[str], Path], tmp_pat
     with load_model(directory, settings(directory))[0] as model, load_model(small, settings(small))[0] as draft:
         assert tokens(model, draft) == tokens(stock(directory), stock(small))
         assert went_to_disk(model) and went_to_disk(draft)
-
-
-def test_batches(directories: Callable[[str], Path]) -> None:
-    directory = directories("llama")
-
-    def texts(model: Any) -> list[list[int]]:
-        caches = [make_prompt_cache(model) for _ in range(2)]
-        for cache, length in zip(caches, (150, 70), strict=True):
-            mx.eval(model(PROMPT[None, :length], cache=cache))
-        generator = BatchGenerator(model, max_tokens=6)
-        found: dict[int, list[int]] = {uid: [] for uid in generator.insert([[3], [5]], caches=caches)}
-        while responses := generator.next_generated():
-            for response in responses:
-                found[response.uid].append(response.token)
-        return list(found.values())
-
-    with load_model(directory, settings(directory, prefill_step_size=150))[0] as model:
-        assert texts(model) == texts(stock(directory))
-        assert model.kv is not None and model.kv.note().num_offloaded
-
-
-def test_prompt_caches_are_saved_and_loaded(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, path = directories("llama"), str(tmp_path / "cache.safetensors")
-    resident = stock(directory)
-    expected = make_prompt_cache(resident)
-    before = generated(resident, prompt_cache=expected)
-    with load_model(directory, settings(directory, times=1.5, context_length=2 * CONTEXT))[0] as model:
-        cache = make_prompt_cache(model)
-        assert same(generated(model, prompt_cache=cache), before)
-        save_prompt_cache(path, cache)
-        loaded = load_prompt_cache(path)
-        assert [type(entry) for entry in loaded] == [KVCache] * len(cache)
-        after = generated(resident, prompt_cache=expected)
-        assert same(generated(model, prompt_cache=copy.deepcopy(cache)), after)
-        assert same(generated(resident, prompt_cache=loaded), after)
-        assert trim_prompt_cache(cache, 20) == 20
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -407,18 +367,12 @@ def _is_kv(fd: int) -> bool:
     return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
 
 
-def test_files_are_removed_with_the_model(directories: Callable[[str], Path], tmp_path: Path) -> None:
+def test_files_are_removed_with_a_model_that_is_not_closed(directories: Callable[[str], Path], tmp_path: Path) -> None:
     directory, base = directories("llama"), tmp_path / "missing" / "kv"
-    model = load_model(directory, settings(directory, kv_directory=base))[0]
-    cache = make_prompt_cache(model)
-    generated(model, 2, prompt_cache=cache)
-    assert list(base.iterdir())
-    model.close()
-    assert not list(base.iterdir())
     model = load_model(directory, settings(directory, kv_directory=base))[0]
     generated(model, 2)
     assert list(base.iterdir())
-    del model, cache
+    del model
     gc.collect()
     eventually(lambda: not list(base.iterdir()))
 

@@ -62,13 +62,6 @@ def test_the_cap_is_kept_to_the_byte(tmp_path: Path) -> None:
     assert not governor(tmp_path / "other", 0).claim(1)
 
 
-def test_a_refused_claim_writes_nothing(tmp_path: Path) -> None:
-    asked = governor(tmp_path / "new")
-    assert not asked.claim(2 * GB // 1 + 1)
-    assert counted(asked) == (0, 0, 0)
-    assert not (tmp_path / "new" / FILE_NAME).exists() or (tmp_path / "new" / FILE_NAME).stat().st_size == 0
-
-
 def test_zero_write_mode_writes_nothing_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     frugal = governor(folder, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -113,6 +114,19 @@ def test_a_cache_of_which_some_layers_were_trimmed_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(CacheError, match="not all of its layers were trimmed"):
             copy.deepcopy(cache)
+
+
+def test_a_cache_that_lacks_a_token_goes_to_disk(tmp_path: Path) -> None:
+    """Another sequence may need the memory meanwhile."""
+    cache = make_caches([KVCache() for _ in range(2)], KVOptions(directory=tmp_path))
+    add_tokens(cache, 5)
+    indebted(cache)
+    pool = cache[0].pool
+    pool.budget_bytes = 0
+    pool.fit(lambda: len(cache) - len(pool.on_disk), 5)
+    pool.budget_bytes = None
+    assert [(entry.is_on_disk, entry.offset) for entry in cache] == [(True, 6)] * 2
+    assert copy.deepcopy(cache)[0].keys_and_values()[0].shape[2] == 6
 
 
 def test_an_interrupt_leaves_a_cache_right_or_owed() -> None:

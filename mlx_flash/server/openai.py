@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
@@ -46,6 +46,7 @@ ModelName = Annotated[Name, BeforeValidator(lambda name: name or "default_model"
 StopText = Annotated[str, Field(max_length=1000)]
 """A text that ends an answer; an empty one is none."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[Many[Token], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Limit = Annotated[Count | None, BeforeValidator(lambda number: None if number == -1 else number)]
 """The most tokens of an answer; -1 is as many as the server allows."""
@@ -60,6 +61,12 @@ Stop = StopText | Annotated[Many[StopText], Field(max_length=64)]
 Recent = Annotated[int, Field(ge=1, le=1_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/@+-]{1,256}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _several(given: Any) -> Any:
+    """Return the prompts of a request, which may have one, as text or as tokens."""
+    is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
+    return [given] if is_one else given
 
 
 class SamplingOptions(Body):
@@ -288,12 +295,7 @@ class ChatRequest(SamplingFields, LogprobFields):
 class CompletionRequest(SamplingFields):
     """A request to go on with some texts."""
 
-    prompt: (
-        str
-        | Annotated[Many[Token], Field(min_length=1)]
-        | Annotated[Many[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[Many[str | Tokens], Field(min_length=1, max_length=MAX_PROMPTS), BeforeValidator(_several)]
     max_tokens: Limit | Literal[0] = None
     logprobs: NumLikeliest | None = None
     echo: bool | None = None
@@ -486,12 +488,6 @@ def _text_logprobs(tokens: Sequence[TokenDetail]) -> dict[str, Any]:
     }
 
 
-def prompts_in(given: str | Sequence[Any]) -> list[str | list[int]]:
-    """Return the prompts of a request: it has one as text or as tokens, or several."""
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    return [cast("str | list[int]", given)] if is_one else [*given]
-
-
 def complete(body: CompletionRequest) -> Asked:
     """Translate a request to go on with some texts."""
     plain = GenerationRequest(
@@ -504,17 +500,19 @@ def complete(body: CompletionRequest) -> Asked:
         sampling=sampling_of(body),
         num_choices=body.n or 1,
     )
-    prompts = prompts_in(body.prompt)
-    asked = [replace(plain, prompt=each) if isinstance(each, str) else replace(plain, tokens=each) for each in prompts]
-    writer = Chunks(body, plain.num_choices * len(prompts), len(prompts))
-    return Asked(asked, writer, streams=bool(body.stream))
+    asked = works_on(plain, body.prompt)
+    return Asked(asked, Chunks(body, plain.num_choices * len(asked), len(asked)), streams=bool(body.stream))
+
+
+def works_on(plain: GenerationRequest, texts: Sequence[str | Sequence[int]]) -> list[GenerationRequest]:
+    """Return a request for each of some prompts, which are texts or tokens."""
+    return [replace(plain, prompt=text) if isinstance(text, str) else replace(plain, tokens=text) for text in texts]
 
 
 _NUM_TOGETHER = 64
 """Texts of a request that are sent to the generation thread at a time."""
 
 Text = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[Many[Token], Field(min_length=1)]
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -522,21 +520,14 @@ class EmbeddingRequest(Asking):
     """OpenAI's request for the vectors of texts."""
 
     model: Name = "default_model"
-    input: (
-        Text
-        | Tokens
-        | Annotated[Many[Text], Field(min_length=1, max_length=2048)]
-        | Annotated[Many[Tokens], Field(min_length=1, max_length=2048)]
-    )
+    input: Annotated[Many[Text | Tokens], Field(min_length=1, max_length=2048), BeforeValidator(_several)]
     dimensions: Count | None = None
     encoding_format: Literal["float", "base64"] | None = None
 
 
 async def embed(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer a request of OpenAI's for the vectors of texts."""
-    wholes = await read_texts(
-        service, request, GenerationRequest(model=body.model, work="embed"), prompts_in(body.input)
-    )
+    wholes = await read_texts(service, request, GenerationRequest(model=body.model, work="embed"), body.input)
     data: list[Any] = []
     for i, vector in enumerate(normalized(whole, body.dimensions) for whole in wholes):
         is_text = body.encoding_format == "base64"
@@ -549,7 +540,7 @@ async def read_texts(
     service: Service, request: Request, plain: GenerationRequest, texts: Sequence[str | Sequence[int]]
 ) -> list[Whole]:
     """Return the answers to a request for the vectors of several texts."""
-    works = [replace(plain, prompt=text) if isinstance(text, str) else replace(plain, tokens=text) for text in texts]
+    works = works_on(plain, texts)
     wholes: list[Whole] = []
     for start in range(0, len(works), _NUM_TOGETHER):
         wholes += await collect(request, service.submit(*works[start : start + _NUM_TOGETHER]))

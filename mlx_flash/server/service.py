@@ -157,8 +157,8 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
 
 def _without_effect(value: Any, found: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of fields that have no effect."""
-    if isinstance(found, list):
-        for part, checked_part in zip(value, found, strict=True):
+    if isinstance(found, list) and isinstance(value, list):
+        for part, checked_part in zip(value, found, strict=False):  # one prompt becomes a list of one
             if isinstance(checked_part, Body | list):
                 yield from _without_effect(part, checked_part, place)
     elif isinstance(found, Body) and isinstance(value, dict):

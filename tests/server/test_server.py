@@ -108,6 +108,7 @@ def test_several_answers(server: Live) -> None:
     for choice in [choice for event in events for choice in event["choices"]]:
         parts[choice["index"]] += choice["delta"].get("content") or ""
     assert parts == texts and events[-1]["usage"]["completion_tokens"] == 18
+    assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
 
 
 def test_stop_texts_end_the_answer_wherever_tokens_end(server: Live) -> None:

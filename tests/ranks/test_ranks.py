@@ -3,29 +3,56 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
 
 from local_ranks import RANKS_PROGRAM, lines_of, run_ranks, started
 from mlx_flash import cli
 from mlx_flash import ranks as chain
-from mlx_flash.errors import ConfigError
-from mlx_flash.ranks import RankSpeed, runs, share_layers
+from mlx_flash.engine.call import Lane, parse_call
+from mlx_flash.engine.need import check_least
+from mlx_flash.engine.prepare import prepare
+from mlx_flash.errors import BudgetError, CheckpointError, ConfigError
+from mlx_flash.layout.units import layers_of
+from mlx_flash.ranks import (
+    HAND_ON,
+    HAND_OVER,
+    HANDED,
+    NeededFiles,
+    RankFolder,
+    RankSpeed,
+    follow_files,
+    needed_files,
+    runs,
+    share_layers,
+)
+from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.streaming.lockstep import Lockstep, Results
+from mlx_flash.streaming.stream import Place, WeightStream
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
+from shared_passes import MODELS as ROW_MODELS
+from streamed import config
 from zoo import configuration
 from zoo.pool import Case, outcome_on_ranks
 
@@ -173,3 +200,229 @@ def test_ranks_take_turns_only_if_they_read() -> None:
 )
 def test_a_faster_machine_gets_more_layers(fast: RankSpeed, slow: RankSpeed) -> None:
     assert Counter(share_layers([10**8] * 40, [slow, fast])) == {0: 10, 1: 30}
+
+
+# --- ranks that have only a part of a model's files -------------------------------------------------------------------
+
+
+OWNERS = {"llama": [2, 2, 1, 0, 0], "qwen3_moe": [1, 2, 0]}
+
+
+def save_by_layer(directory: Path, config: dict[str, object]) -> Path:
+    """Write a model with a shard for each layer, one for the rest, and the index of an earlier conversion."""
+    save(directory, config, mx.float32)
+    weights = mx.load(str(directory / "model.safetensors"))
+    assert isinstance(weights, dict)
+    mx.eval(weights)
+    (directory / "model.safetensors").unlink()
+    files = {name: f"model-{_layer(name)}.safetensors" for name in weights}
+    for file in set(files.values()):
+        own = {name: array for name, array in weights.items() if files[name] == file}
+        mx.save_safetensors(str(directory / file), own, {"format": "mlx"})
+    stale = {"weight_map": dict.fromkeys(files, "model-00001-of-00009.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(stale))
+    return directory
+
+
+def _layer(name: str) -> str:
+    found = re.search(r"layers\.(\d+)", name)
+    return found[1] if found else "rest"
+
+
+def part(directory: Path, rank: int, layers: list[int]) -> None:
+    """Make the folder of a rank, with the shards of some layers."""
+    folder = directory / f"rank-{rank}"
+    folder.mkdir()
+    for file in [*directory.glob("*.json"), *(directory / f"model-{name}.safetensors" for name in [*layers, "rest"])]:
+        (folder / file.name).hardlink_to(file)
+
+
+def test_ranks_with_the_files_of_their_layers_compute_the_logits_of_one_machine(tmp_path: Path) -> None:
+    for name, shape in (("llama", LLAMA), ("qwen3_moe", QWEN3_MOE)):
+        directory = save_by_layer(tmp_path / name, shape)
+        for rank in range(3):
+            part(directory, rank, [layer for layer, owner in enumerate(OWNERS[name]) if owner == rank])
+    done = run_ranks(3, RANKS_PROGRAM, "models", tmp_path, "llama-files,qwen3_moe-files")
+    found = {(rank, name): each for rank, name, each in lines_of(done)}
+    assert len(found) == 6, done
+    for (rank, name), each in found.items():
+        own = [layer for layer, owner in enumerate(OWNERS[name.removesuffix("-files")]) if owner == rank]
+        assert each["is_equal"]
+        assert {_layer(unit) for unit in each["units"] if ".layers." in unit} == set(map(str, own))
+        assert len(each["rows"]) == len(own) and all(each["rows"])  # memory for keys and values of its own layers only
+
+
+def test_a_file_that_every_rank_needs_is_named() -> None:
+    folder = RankFolder(Path(), [set(), {"b"}], 0)
+    assert folder.able_ranks(NeededFiles([{"a"}, {"a", "b"}], {"a"})) == [[0, 1], [0]]
+    with pytest.raises(CheckpointError, match=r"rank 1 lacks b, .* every rank computes"):
+        folder.able_ranks(NeededFiles([{"a"}], {"b"}))
+
+
+def test_a_layer_that_no_rank_has_all_files_of_is_an_error() -> None:
+    folder = RankFolder(Path(), [{"a"}, {"b"}], 0)
+    with pytest.raises(CheckpointError, match="no rank has all files of layer 1: a, b"):
+        folder.able_ranks(NeededFiles([{"a"}, {"a", "b"}], set()))
+
+
+def test_layers_follow_files_and_are_shared_evenly() -> None:
+    assert follow_files([0, 1, 0, 1], [1] * 4, [[0, 1]] * 4) == [0, 1, 0, 1]
+    assert follow_files([0, 0, 0, 0], [1] * 4, [[1], [1], [0, 1], [1, 2]]) == [1, 1, 0, 2]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_next"])
+def test_each_layer_needs_its_own_file(tmp_path: Path, model: str) -> None:
+    """mlx-lm rearranges some tensors of the second one's layers."""
+    directory = save_by_layer(
+        tmp_path, LLAMA if model == "llama" else configuration(model) | {"vocab_size": VOCAB_SIZE}
+    )
+    prepared = prepare(directory, config())
+    num_layers = len(layers_of(prepared.loaded.model))
+    needed = needed_files(num_layers, prepared.checkpoint)
+    assert needed.layers == [{f"model-{number}.safetensors"} for number in range(num_layers)]
+    assert needed.all_ranks == {"model-rest.safetensors"}
+
+
+def test_keys_and_values_of_other_ranks_take_no_memory(tmp_path: Path) -> None:
+    plan = prepare(save(tmp_path / "llama", LLAMA, mx.float32), config()).plan
+    cache = [KVCache() for _ in range(5)]
+    for entry in cache:
+        entry.update_and_fetch(*[mx.zeros((1, 4, 256, 32))] * 2)
+    lane = Lane(parse_call((mx.array([[1]]),), {"cache": cache}))
+    whole = check_need(plan, lane)
+    for entry in cache[1:]:
+        vars(entry)["_flash_is_elsewhere"] = True
+    assert check_need(plan, lane) == whole - 4 * 2 * 256 * 4 * 32 * 4
+
+
+def check_need(plan: ResidencyPlan, lane: Lane) -> int:
+    """Return the bytes that a call takes the process to, as its refusal says."""
+    with pytest.raises(BudgetError) as refusal:
+        check_least(replace(plan, budget_bytes=0), lane)
+    return refusal.value.minimum_bytes
+
+
+def test_plan_prints_the_layers_of_each_rank_and_the_files_to_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_by_layer(tmp_path, LLAMA)
+    flags = ["plan", "--model", str(directory), "--ram-budget-gb", "1", "--ranks", "2"]
+    assert cli.main([*flags, "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["ranks"]
+    assert [part["layers"] for part in parts] == [[[0, 3]], [[3, 5]]]
+    assert parts[1]["files"] == [f"model-{name}.safetensors" for name in (3, 4, "rest")] and parts[1]["nbytes"]
+    assert cli.main(flags) == 0
+    assert "0-2" in capsys.readouterr().out
+
+
+# --- calls that share passes ------------------------------------------------------------------------------------------
+
+
+NUM_RANKS = 2
+BOTH = ("llama", "llama runs", "gemma3", "qwen3_next", "cut", "llama-sums", "llama runs-sums")
+"""Cases in which both ranks stream, and memory has room for all calls."""
+
+Found = dict[tuple[int, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    root = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gemma3", "qwen3_next"):
+        save(root / name, ROW_MODELS[name], mx.float32)
+    done = run_ranks(
+        NUM_RANKS, RANKS_PROGRAM, "rows", root, ",".join([*BOTH, "reads", "unlike", "fails", "uses again"])
+    )
+    lines = {(rank, case): line for rank, case, line in lines_of(done)}
+    assert len(lines) == NUM_RANKS * (len(BOTH) + 4), done
+    return lines
+
+
+def test_all_calls_have_the_logits_of_mlx_lm(found: Found) -> None:
+    """Windows, recurrent states, ranks that take turns or have a run each, units smaller than layers, sums only."""
+    assert all(each.get("is_equal", True) for each in found.values()), found
+
+
+def test_prompts_and_tokens_take_one_pass_each(found: Found) -> None:
+    """Four sequences of two tokens, with prompts of one to three parts; then a prompt of five parts, and a token."""
+    for rank in range(NUM_RANKS):
+        for case in BOTH:
+            num_units, counts = found[rank, case]["num_units"], found[rank, case]["counts"]
+            assert [each[:2] for each in counts] == [[0, 0], [2, 2 * num_units], [4, 4 * num_units]], case
+
+
+def test_four_sequences_read_what_one_reads(found: Found) -> None:
+    for rank in range(NUM_RANKS):
+        bytes_read = [each[2] for each in found[rank, "reads"]["counts"]]
+        rows = 4 * 2 * ROW_MODELS["llama"]["hidden_size"] * 4  # each sequence reads its rows of the embeddings
+        assert bytes_read[2] - bytes_read[1] - (bytes_read[1] - bytes_read[0]) in range(rows)
+
+
+def test_ranks_with_unequal_room_choose_the_same_calls(found: Found) -> None:
+    """One streams all of its layers, the other none of them; it has room for five of nine calls."""
+    assert [found[rank, "unlike"]["counts"][1][0] for rank in range(NUM_RANKS)] == [3, 3]
+    assert [found[rank, "unlike"]["num_units"] > 0 for rank in range(NUM_RANKS)] == [True, False]
+
+
+def test_an_error_on_one_rank_ends_the_row_on_all(found: Found) -> None:
+    for rank, name in enumerate(("PeerError", "ValueError")):
+        assert found[rank, "fails"]["errors"] == ["IndexError", None, None, None, name]
+        assert set(found[rank, "fails"]["offsets"]) == {0}
+
+
+def test_a_model_that_needs_an_order_is_computed_in_order_on_all_ranks(found: Found) -> None:
+    """Only the rank that streams these layers one by one sees it."""
+    assert all(found[rank, "uses again"]["needs_order"] for rank in range(NUM_RANKS))
+
+
+class Units:
+    """A stream that notes which units are acquired, and holds one at a time."""
+
+    def __init__(self) -> None:
+        self.wait_turn: Callable[[Place], None] | None = None
+        self.acquired: list[int] = []
+        self.held: int | None = None
+
+    def acquire(self, index: int) -> None:
+        assert self.held is None
+        self.held = index
+        self.acquired.append(index)
+
+    def release(self, index: int) -> None:
+        assert self.held == index
+        self.held = None
+
+
+def test_one_rank_computes_a_group_while_another_computes_the_next_one() -> None:
+    """Two ranks whose layers take turns. Of the first group, layer n + 1 waits for layer n of the second."""
+    num_layers = 5
+    meeting = threading.Barrier(NUM_RANKS, timeout=30)
+    both_compute = [threading.Barrier(2, timeout=30) for _ in range(num_layers)]
+
+    def agree(results: Results) -> Results:
+        meeting.wait()
+        return results
+
+    def call(units: Units, rank: int, group: int) -> None:
+        assert units.wait_turn is not None
+        for layer in range(num_layers):
+            is_own = layer % NUM_RANKS == rank
+            if is_own:
+                units.wait_turn(layer)
+                assert units.held == layer
+                if 0 <= layer - 1 + group < num_layers - 1:
+                    both_compute[layer - 1 + group].wait()
+            units.wait_turn((HAND_ON if is_own else HAND_OVER, layer))
+            if not is_own:
+                units.wait_turn((HANDED, layer))
+
+    def run(rank: int) -> list[int]:
+        units = Units()
+        nothing = lambda number: None  # noqa: E731
+        lockstep = Lockstep(cast(WeightStream, units), nothing, nothing, nothing, agree, NUM_RANKS)
+        assert lockstep.run([[partial(call, units, rank, group)] for group in range(2)]) == [[None], [None]]
+        assert units.held is None
+        return units.acquired
+
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        assert list(threads.map(run, range(NUM_RANKS))) == [[0, 2, 4], [1, 3]]

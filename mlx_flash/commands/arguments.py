@@ -211,7 +211,7 @@ GENERATE = (
     flag("--seed N", "seed of the random numbers (default: another one each time)", SEED),
     *DRAFT,
     MAX_KV_SIZE,
-    flag("--prompt-cache-file FILE", "keys and values of mlx_lm.cache_prompt, which the prompt goes on from"),
+    flag("--prompt-cache-file FILE", "refused: mlx-flash exec -- mlx_lm.generate reads them"),
     *QUANTIZED,
     *IDLE,
     JSON,

@@ -94,17 +94,12 @@ def turns(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in found if content is not None]
 
 
-def load_tokenizer(
-    path: Path,
-    args: argparse.Namespace,
-    settings: Mapping[str, Any] | None = None,
-    config: FlashConfig | None = None,
-) -> Any:
+def load_tokenizer(path: Path, args: argparse.Namespace, config: FlashConfig | None = None) -> Any:
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it. With a config, its budget is checked first."""
     from mlx_flash.engine import prepared
 
     trust = vars(args).get("trust_remote_code", False)  # commands without the flag do not
-    return prepared.load_tokenizer(path, {**(settings or {}), "trust_remote_code": trust}, config)
+    return prepared.load_tokenizer(path, {"trust_remote_code": trust}, config)
 
 
 def tokenizer_if_any(path: Path, args: argparse.Namespace) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from jinja2 import TemplateError
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_flash.commands.common import (
@@ -38,15 +36,11 @@ from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
 from mlx_flash.integration.mlx_lm import apply_flash_patch
-from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.loading import apply_adapter, load_model
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import find_modelfile
 from mlx_flash.ranks import launched_group, rank_output, read_on_rank_0
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, step_in_words
-
-QUERY = "<query>"
-"""Stands for the user's text, to find where it begins in a chat."""
 
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of templates: their own refusals, and those of any expression."""
@@ -83,13 +77,17 @@ def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Res
         args.draft_model = find_modelfile(args.draft_model).base
         ask_to_download(args.draft_model, args)
         fetched(args.draft_model)
-    cache, num_cached, settings = open_prompt_cache(args)
-    tokenizer = load_tokenizer(path, args, settings, None if args.resident else make_config(args))
+    if args.prompt_cache_file is not None:
+        raise ConfigError(
+            f"--prompt-cache-file {args.prompt_cache_file}: only mlx-lm's own program reads such files. "
+            "Hint: mlx-flash exec -- mlx_lm.generate streams with it; kv_prefixes keeps computed prompts by itself."
+        )
+    tokenizer = load_tokenizer(path, args, None if args.resident else make_config(args))
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
     began = time.perf_counter()
-    model, draft = load(path, args, num_cached + len(prompt))
+    model, draft = load(path, args, len(prompt))
     with contextlib.ExitStack() as stack:
         for streamed in (model, draft):
             if isinstance(streamed, FlashLLM):
@@ -97,37 +95,11 @@ def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Res
         run = Recorder(model, len(prompt), time.perf_counter() - began, args.prefill_step_size)
         progress = stack.enter_context(Status("Prefill", args.verbose)).show
         options = generation_options(args, tokenizer)
-        options |= {"prompt_cache": cache, "draft_model": draft}
+        options["draft_model"] = draft
         if args.num_draft_tokens is not None:
             options["num_draft_tokens"] = args.num_draft_tokens
         options |= {"prefill_step_size": run.prefill_step_size, "prompt_progress_callback": progress}
         yield run, stream_generate(model, tokenizer, prompt, **options)
-
-
-def open_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, int, dict[str, Any]]:
-    """Return the prompt cache that ``--prompt-cache-file`` names, its tokens, and settings of the tokenizer.
-
-    It is checked as ``mlx_lm.generate`` checks it.
-    """
-    file = args.prompt_cache_file
-    if file is None:
-        return None, 0, {}
-    if args.draft_model is not None:
-        raise ConfigError(
-            f"--prompt-cache-file {file} has no keys and values of --draft-model {args.draft_model}. "
-            "Hint: leave one out."
-        )
-    cache, metadata = load_saved(Path(file))
-    if metadata["model"] != args.model:
-        raise ConfigError(f"--prompt-cache-file {file} is of the model {metadata['model']!r}, not {args.model!r}")
-    first = cache[0]
-    if isinstance(first, QuantizedKVCache) and (
-        args.kv_bits not in (None, first.bits) or args.kv_group_size != first.group_size
-    ):
-        found = f"--kv-bits {first.bits} --kv-group-size {first.group_size}"
-        raise ConfigError(f"--prompt-cache-file {file} is quantized with {found}: give these flags")
-    num_tokens = max((entry.offset for entry in cache if isinstance(getattr(entry, "offset", None), int)), default=0)
-    return cache, num_tokens, json.loads(metadata["tokenizer_config"])
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
@@ -136,8 +108,6 @@ def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:
     use_chat_template = not args.ignore_chat_template and tokenizer.has_chat_template
     if use_chat_template:
         prompt = apply_chat_template(tokenizer, prompt, args)
-        if args.prompt_cache_file is not None:  # the saved cache holds what comes before the user's text
-            prompt = prompt[apply_chat_template(tokenizer, QUERY, args).index(QUERY) :]
     tokens = cast(list[int], tokenizer.encode(prompt, add_special_tokens=not use_chat_template))
     if not tokens:
         raise ConfigError("the prompt has no tokens. Hint: --prompt takes text, or - to read it from stdin.")

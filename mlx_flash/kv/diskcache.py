@@ -13,16 +13,14 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    load_prompt_cache,
 )
 
 from mlx_flash.compat.caches import CacheKinds
-from mlx_flash.errors import CheckpointError, ConfigError
+from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, pair
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.storage.safetensors import read_shard
 
 
 def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
@@ -176,28 +174,3 @@ def make_caches(model_caches: Sequence[Any], options: KVOptions, pool: KVPool | 
         if entry.keys is not None:
             caches[index].state = entry.state
     return caches
-
-
-_MOST_DIGITS = 5
-"""Most digits of a layer's index: caches have fewer layers."""
-
-
-def load_saved(path: Path) -> tuple[list[Any], dict[str, Any]]:
-    """Load a prompt cache and its metadata with mlx-lm's ``load_prompt_cache``.
-
-    MLX believes the shapes in a file, and makes lists as long as the largest index in a name. Raises: CheckpointError:
-    the file is not what ``save_prompt_cache`` writes.
-    """
-    shard = read_shard(path)
-    names = [*(record.name for record in shard.tensors), *shard.metadata]
-    numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
-    if any(len(number) > _MOST_DIGITS for number in numbers):
-        raise CheckpointError(f"{path} is not a saved prompt cache: a name in it has a number that is too large")
-    try:
-        cache, metadata = load_prompt_cache(str(path), return_metadata=True)
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a saved prompt cache ({type(error).__name__}: {error}). Hint: make it with "
-            "`mlx_lm.cache_prompt`."
-        ) from error
-    return cache, metadata

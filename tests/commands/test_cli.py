@@ -123,14 +123,9 @@ def test_text_is_that_of_mlx_lm(model: Path, flags: str) -> None:
     assert run(*command, "--resident").stdout == expected.stdout
 
 
-@pytest.mark.parametrize("flags", ["", "--draft-model {model} --num-draft-tokens 2"])
-def test_draft_models_and_saved_prompt_caches_give_the_text_of_mlx_lm(model: Path, tmp_path: Path, flags: str) -> None:
-    file = tmp_path / "cache.safetensors"
-    made = run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
-    assert made.returncode == 0, made.stderr
-    saved = ["--prompt-cache-file", file] if not flags else []
-    more = [word.format(model=model) for word in flags.split()]
-    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 20, "--prefill-step-size", 16, *saved, *more]
+def test_draft_models_give_the_text_of_mlx_lm(model: Path) -> None:
+    command = ["generate", "--model", model, "--prompt", PROMPT, "-m", 20, "--prefill-step-size", 16]
+    command += ["--draft-model", model, "--num-draft-tokens", 2]
     expected = run(*command, "--verbose", "False", module="mlx_lm")
     streamed = run(*command, "--ram-budget-gb", 0.25)
     assert streamed.returncode == expected.returncode == 0, streamed.stderr.decode()
@@ -138,13 +133,9 @@ def test_draft_models_and_saved_prompt_caches_give_the_text_of_mlx_lm(model: Pat
     assert run(*command, "--resident").stdout == expected.stdout
 
 
-def test_a_prompt_cache_of_another_model_is_refused(model: Path, mixture: Path, tmp_path: Path) -> None:
-    file = tmp_path / "cache.safetensors"
-    run("cache_prompt", "--model", model, "--prompt", "Once", "--prompt-cache-file", file, module="mlx_lm")
-    line = error_of("generate", "--model", mixture, "--prompt-cache-file", file)
-    assert str(model) in line and str(mixture) in line
-    line = error_of("generate", "--model", model, "--prompt-cache-file", file, "--draft-model", model)
-    assert f"no keys and values of --draft-model {model}. Hint: leave one out" in line
+def test_a_saved_prompt_cache_is_for_the_program_of_mlx_lm(model: Path) -> None:
+    line = error_of("generate", "--model", model, "--prompt-cache-file", "x")
+    assert "--prompt-cache-file x: only mlx-lm's own program" in line and "exec -- mlx_lm.generate" in line
 
 
 def test_chat_goes_on_with_a_text_where_there_is_no_chat_template(model: Path, tmp_path: Path) -> None:

@@ -16,12 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import jinja2
-import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import KVCache, save_prompt_cache
 
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError, ReadError
-from mlx_flash.kv.diskcache import load_saved
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.modelfile.parse import parse_modelfile
 from mlx_flash.prefixes.store import _HEAD, MAGIC, Blob, encode_page, list_prefixes, read_page
@@ -212,35 +209,12 @@ def _with_description(text: bytes, arrays: bytes) -> bytes:
     return _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(text), zlib.crc32(arrays)) + text + arrays
 
 
-@contextmanager
-def prompt_cache(folder: Path) -> Iterator[Case]:
-    """A prompt cache of mlx-lm, which is continued if it can be loaded."""
-    cache = KVCache()
-    cache.update_and_fetch(mx.ones((1, 1, 4, 8)), mx.ones((1, 1, 4, 8)))
-    path = folder / "cache.safetensors"
-    save_prompt_cache(str(path), [cache], {"model": "m"})
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    described = json.loads(data[8 : 8 + length])
-
-    def case(dice: random.Random) -> None:
-        text = damaged_json(described, dice)
-        made = len(text).to_bytes(8, "little") + text + data[8 + length :]
-        path.write_bytes(made if dice.random() < 0.7 else damaged(data, dice))
-        with suppress(FlashError):
-            for entry in load_saved(path)[0]:
-                mx.eval(entry.state)
-
-    yield case
-
-
 TARGETS: dict[str, Target] = {
     "header": header,
     "index": index,
     "config": config,
     "modelfile": modelfile,
     "page": page,
-    "prompt_cache": prompt_cache,
 }
 
 

@@ -39,6 +39,7 @@ PROMPT = "Several machines compute one model."
 def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks of one model, and return what the first printed, and the reports of all groups."""
     flags = ["--prompt", PROMPT, "--max-tokens", args.max_tokens, "--ram-budget-gb", args.budget, "--json"]
+    flags += ["--ignore-chat-template"]
     command = [sys.executable, "-m", "mlx_flash", "generate", "--model", args.model, *flags]
     limit = [SMALL_MACHINE, "--warm", int(args.budget * LIMIT_ROOM * 1e9)] if args.backend == "ring" else []
     with contextlib.ExitStack() as stack:
@@ -67,13 +68,20 @@ def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[di
     return [json.loads(found[0][0]), *({"group": report} for report in reports)]
 
 
+STOCK = """
+import json, sys
+from mlx_lm import load, stream_generate
+model, tokenizer, *_ = load(sys.argv[1])
+found = stream_generate(model, tokenizer, sys.argv[2], max_tokens=int(sys.argv[3]))
+print(json.dumps([response.token for response in found]))
+"""
+
+
 def stock_tokens(args: argparse.Namespace) -> list[int]:
     """Return the tokens of mlx-lm itself."""
-    flags = ["--prompt", PROMPT, "--max-tokens", str(args.max_tokens), "--json", "--resident"]
-    command = [sys.executable, "-m", "mlx_flash", "generate", "--model", str(args.model), *flags]
-    tokens: list[int] = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **REPRODUCIBLE}).stdout
-    )["tokens"]
+    command = [sys.executable, "-c", STOCK, str(args.model), PROMPT, str(args.max_tokens)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **REPRODUCIBLE})
+    tokens: list[int] = json.loads(done.stdout)
     return tokens
 
 

@@ -1,7 +1,7 @@
 """Demonstration: a model in a third of its size, then in memory, with equal output.
 
 Without ``--model``, the first run builds a model of about 1 GB, with the function of a small one that was trained on
-Python's documentation. Then ``mlx-flash generate`` runs it with a budget of a third of that, and again with everything
+Python's documentation. Then ``mlx-flash generate`` runs it with a budget of a third of that, and ``mlx_lm.generate``
 in memory, each in a process of its own. On a terminal, ``flash-monitor`` shows below the text what the engine does.
 """
 
@@ -64,14 +64,14 @@ def plan(directory: Path, budget: str) -> dict[str, Any]:
     return planned
 
 
-def generate(directory: Path, args: argparse.Namespace, *how: str) -> tuple[str, str]:
-    """Run the command line once, and show it. Return the text, and the summary that comes after it."""
+def generate(program: str, directory: Path, args: argparse.Namespace, *how: str) -> tuple[str, str]:
+    """Run a program once, and show it. Return the text, and the summary that comes after it."""
     command = ["generate", "--model", str(directory), "--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
-    print(f"\n$ mlx-flash {shlex.join([*command, *how])}", flush=True)
+    print(f"\n$ python -m {program} {shlex.join([*command, *how])}", flush=True)
     text: list[str] = []
     with tempfile.TemporaryFile("w+") as summary:
         run = subprocess.Popen(
-            [sys.executable, "-m", "mlx_flash", *command, *how], stdout=subprocess.PIPE, stderr=summary, text=True
+            [sys.executable, "-m", program, *command, *how], stdout=subprocess.PIPE, stderr=summary, text=True
         )
         assert run.stdout is not None
         reader = threading.Thread(target=text.extend, args=[iter(partial(run.stdout.read, 1), "")])
@@ -91,12 +91,13 @@ def watch(run: subprocess.Popen[str], prompt: str, text: list[str], console: Con
     """Show the text so far and the monitor of the run's engine until the run ends. Do nothing without a terminal."""
     if not console.is_terminal:
         return
-    watcher = Watcher(run.pid)
+    watcher = Watcher()
     canvas = Canvas(console.width, None)
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while run.poll() is None:
             watcher.look()
-            lines = frame(watcher.histories, 0, watcher.system, canvas) if watcher.histories else []
+            own = [history for history in watcher.histories if history.latest.pid == run.pid]
+            lines = frame(own, 0, watcher.system, canvas) if own else []
             words = Text.assemble(prompt, " ", ("".join(text).strip(), "bold"))
             live.update(Group(words, "", *lines), refresh=True)
             time.sleep(LOOK_SECONDS)
@@ -121,8 +122,8 @@ def main() -> int:
         f"{nbytes / 1e9:.2f} GB of weights, a budget of {budget} GB: {planned['pinned_bytes'] / 1e9:.2f} GB of them "
         f"stay in memory, {planned['streaming']['read_bytes'] / 1e9:.2f} GB are read for each token"
     )
-    streamed, summary = generate(args.model, args, "--ram-budget-gb", budget)
-    resident, _ = generate(args.model, args, "--resident")
+    streamed, summary = generate("mlx_flash", args.model, args, "--ram-budget-gb", budget)
+    resident, _ = generate("mlx_lm", args.model, args, "--verbose", "False")
 
     identical, held = streamed == resident, "within the budget" in summary
     print(f"\noutput {'identical' if identical else 'DIFFERENT'}, budget {'kept' if held else 'NOT KEPT'}")

@@ -216,7 +216,6 @@ GENERATE = (
     *IDLE,
     JSON,
     YES,
-    flag("--resident", "keep everything in memory, by mlx-lm alone, to compare with"),
 )
 _ANSWER = f"most tokens of an answer; -1: no limit (default: the Modelfile's num_predict, or {DEFAULT_MAX_TOKENS})"
 CHAT = (
@@ -335,7 +334,7 @@ SHOWN = frozenset(
     {
         *("--help", "--help-tuning", "--model", "--ram-budget-gb", "--context-length", "--prefill-step-size"),
         *("--prompt", "--max-tokens", "--system-prompt", "--temp", "--top-p", "--seed", "--adapter-path"),
-        *("--draft-model", "--json", "--resident", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
+        *("--draft-model", "--json", "--host", "--port", "--api-key-file", "--no-auth", "--models-dir"),
         *("--file", "--image", "--format", "--resume", "--keep-alive", "--verbose", "--quiet"),
         *("--traceback", "--yes"),
     }

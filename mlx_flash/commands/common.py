@@ -63,7 +63,7 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
     idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
     modelfile = flags.get("flash") if modelfile is None else modelfile
     config = FlashConfig.resolve(modelfile=modelfile, **{name: flags.get(name) for name in SETTINGS}, **idle)
-    if config.kv_max_tokens is not None and flags.get("kv_bits") is not None and not flags.get("resident"):
+    if config.kv_max_tokens is not None and flags.get("kv_bits") is not None:
         raise ConfigError(
             f"kv_max_tokens is {config.kv_max_tokens} and --kv-bits is {flags['kv_bits']}: mlx-lm quantizes no cache "
             "that drops tokens. Hint: leave one of them unset."

@@ -64,7 +64,7 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
         elif args.verbose:
             print_rich(render_run(report), sys.stderr)
         elif not report["prefill_as_mlx_lm"]:
-            note(f"mlx-flash: {step_in_words(run.prefill_step_size, make_config(args))}")
+            note(f"mlx-flash: {step_in_words(run.plan.prefill_step_size, make_config(args))}")
     if run.interrupt is not None:
         raise run.interrupt
     return 0
@@ -82,7 +82,7 @@ def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Res
             f"--prompt-cache-file {args.prompt_cache_file}: only mlx-lm's own program reads such files. "
             "Hint: mlx-flash exec -- mlx_lm.generate streams with it; kv_prefixes keeps computed prompts by itself."
         )
-    tokenizer = load_tokenizer(path, args, None if args.resident else make_config(args))
+    tokenizer = load_tokenizer(path, args, make_config(args))
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = encode_prompt(tokenizer, args)
@@ -92,13 +92,13 @@ def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Res
         for streamed in (model, draft):
             if isinstance(streamed, FlashLLM):
                 stack.enter_context(streamed)
-        run = Recorder(model, len(prompt), time.perf_counter() - began, args.prefill_step_size)
+        run = Recorder(model, len(prompt), time.perf_counter() - began)
         progress = stack.enter_context(Status("Prefill", args.verbose)).show
         options = generation_options(args, tokenizer)
         options["draft_model"] = draft
         if args.num_draft_tokens is not None:
             options["num_draft_tokens"] = args.num_draft_tokens
-        options |= {"prefill_step_size": run.prefill_step_size, "prompt_progress_callback": progress}
+        options |= {"prefill_step_size": model.plan.prefill_step_size, "prompt_progress_callback": progress}
         yield run, stream_generate(model, tokenizer, prompt, **options)
 
 
@@ -134,24 +134,24 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
     return cast(str, text)
 
 
-def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[nn.Module, nn.Module | None]:
-    """Return the model, and the draft model or None: streamed, or with ``--resident`` as mlx-lm loads them."""
+def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[FlashLLM, nn.Module | None]:
+    """Return the model, and the draft model or None."""
     config = make_config(args)
-    is_streamed = config.enabled and not args.resident
+    if not config.enabled:
+        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.generate.")
     needed = needed_context(args, num_prompt_tokens, path)
     with Status("Loading", args.verbose) as status:
-        if is_streamed and args.draft_model is None:
+        if args.draft_model is None:
             options: dict[str, Any] = {"progress": status.show_bytes, "group": launched_group()}
             options |= {"needed_context": needed}
             return load_model(path, config, adapter_path=args.adapter_path, **options)[0], None
-        if is_streamed and config.context_length is None:
+        if config.context_length is None:
             config = replace(config, context_length=needed)
-        with apply_flash_patch(config) if is_streamed else contextlib.nullcontext():
-            model, draft = mlx_lm_utils.load_model(path)[0], load_draft(args, path)
+        with apply_flash_patch(config):
+            model, draft = cast(FlashLLM, mlx_lm_utils.load_model(path)[0]), load_draft(args, path)
         if args.adapter_path:
             apply_adapter(model, args.adapter_path)
-        if isinstance(model, FlashLLM):
-            model.start(status.show_bytes)  # both start here, since they share the budget
+        model.start(status.show_bytes)  # both start here, since they share the budget
         return model, draft
 
 

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from typing import Any, TextIO
 
 import mlx.core as mx
-import mlx.nn as nn
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -44,13 +43,11 @@ BATCH_SIZES = (1, 4, 8, 16)
 class Recorder:
     """Recorder of one run: its output so far, and samples at the start of prefill, the first and the last token."""
 
-    def __init__(self, model: nn.Module, num_prompt_tokens: int, load_seconds: float, step: int | None = None) -> None:
-        self._model = own = model if isinstance(model, FlashLLM) else None
-        self._engine = None if own is None else own.engine
-        experts = None if self._engine is None else self._engine.experts
+    def __init__(self, model: FlashLLM, num_prompt_tokens: int, load_seconds: float) -> None:
+        assert model.engine is not None
+        self._model, self._engine, self.plan = model, model.engine, model.plan
+        experts = self._engine.experts
         self._experts = ExpertStats() if experts is None else experts.pool.stats  # the engine drops its own
-        self.plan: ResidencyPlan | None = None if own is None else own.plan  # None: mlx-lm alone runs it
-        self.prefill_step_size = self.plan.prefill_step_size if self.plan else step or DEFAULT_PREFILL_STEP_SIZE
         self.num_prompt_tokens = num_prompt_tokens
         self.load_seconds = load_seconds
         self.texts: list[str] = []
@@ -77,13 +74,12 @@ class Recorder:
     def sample(self) -> Sample:
         """Return the clock and the counters now."""
         found, model, engine = Facts(), self._model, self._engine
-        if model is not None and engine is not None:
-            kv = KVUsage() if model.kv is None else model.kv.usage
-            sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
-            numbers: Any
-            for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
-                found |= {f"{section}.{name}": value for name, value in asdict(numbers).items() if value is not None}
-            found["loans.saved_bytes"] = engine.loans.saved_bytes
+        kv = KVUsage() if model.kv is None else model.kv.usage
+        sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
+        numbers: Any
+        for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
+            found |= {f"{section}.{name}": value for name, value in asdict(numbers).items() if value is not None}
+        found["loans.saved_bytes"] = engine.loans.saved_bytes
         return Sample(time.perf_counter(), found)
 
 
@@ -109,9 +105,8 @@ def make_report(run: Recorder, model: str) -> Json:
     """
     plan, start, first, last = run.plan, run.start, run.first, run.last
     to_first, to_last, after_first = first.clock - start.clock, last.clock - first.clock, len(run.tokens) - 1
-    step, longest = run.prefill_step_size, run.num_prompt_tokens - 1  # the last one is left to the first token's call
+    step, longest = plan.prefill_step_size, run.num_prompt_tokens - 1  # the last one is left to the first token's call
     return {
-        "mode": "resident" if plan is None else "streamed",
         "model": model,
         "text": "".join(run.texts),
         "tokens": run.tokens,
@@ -126,20 +121,16 @@ def make_report(run: Recorder, model: str) -> Json:
         "prefill_step_size": step,  # prompt tokens in a forward call
         "prefill_as_mlx_lm": min(step, longest) == min(DEFAULT_PREFILL_STEP_SIZE, longest),
         "peak_memory_bytes": peak_footprint(),  # of the process
-        **_where(plan is not None, _disk_numbers(run)),
-        **_where(plan is not None and plan.pool is not None, _expert_numbers(run)),
-        "plan": None if plan is None else plan_to_json(plan),
+        **_disk_numbers(run),
+        **(_expert_numbers(run) if plan.pool is not None else dict.fromkeys(_expert_numbers(run))),
+        "plan": plan_to_json(plan),
         **surroundings(),
     }
 
 
-def _where(it_applies: bool, numbers: Json) -> Json:
-    return numbers if it_applies else dict.fromkeys(numbers)
-
-
 def _disk_numbers(run: Recorder) -> Json:
     start, first, last, end, after_first = run.start, run.first, run.last, run.sample(), len(run.tokens) - 1
-    budget, disk = (run.plan.budget_bytes, run.plan.disk_bytes_per_second) if run.plan is not None else (0, 0.0)
+    budget, disk = run.plan.budget_bytes, run.plan.disk_bytes_per_second
     nbytes, generated = last.since(start, "read.nbytes"), last.since(first, "read.nbytes")
     passes, busy = last.since(first, "passes.num_passes"), end.since(start, "read.busy_seconds")
     reading = ratio(end.since(start, "read.nbytes"), busy)
@@ -251,7 +242,7 @@ planned: {planned.tokens_per_second:speed}, ended by: {finish_reason}
 Speculation: {guessed_tokens:guessed token}, {guessed_tokens_right} right, {generation_passes} passes later
 Loading: {load_seconds:duration}
 Peak memory: {peak_memory_bytes:GB}, planned: {planned.peak_bytes:GB}, {within_budget:within} the budget of \
-{budget_bytes:GB}, {is_over:OVER} the budget of {budget_bytes:GB}, {is_resident:the whole model in memory}
+{budget_bytes:GB}, {is_over:OVER} the budget of {budget_bytes:GB}
 Read: {bytes_read:size}, {bytes_read_per_token:size} per token, planned: {planned.read_bytes:size}, \
 {read_bytes_per_second:GB/s}
 Disk: {reading_bytes_per_second:GB/s} while reading, {cached_read_share:percent} of it through the page cache, \
@@ -271,7 +262,6 @@ def render_run(report: Json, plan: ResidencyPlan | None = None) -> Table:
     facts = {
         **report,
         "is_over": report["within_budget"] is False,
-        "is_resident": report["budget_bytes"] is None,
         "step": None if report["prefill_as_mlx_lm"] else report["prefill_step_size"],
     }
     if plan is not None:

@@ -66,24 +66,18 @@ def seeing(
     *,
     num_tokens: int | None = None,
     **options: Any,
-) -> Iterator[tuple[Any, Any, PicturePrompt]]:
-    """Yield a model that sees, streamed or with ``--resident`` as mlx-vlm loads it, its processor, and a prompt.
+) -> Iterator[tuple[FlashVLM, Any, PicturePrompt]]:
+    """Yield a model that sees, its processor, and a prompt.
 
     The plan has room for the prompt's pictures, which may be files, and for ``num_tokens`` more; None is no limit.
     Further options are those of :func:`mlx_flash.vision.pictures.make_prompt`.
     """
-    import mlx_vlm
-
     from mlx_flash.vision.flashvlm import load_processor_of, load_vlm_model
     from mlx_flash.vision.pictures import make_prompt, open_picture
 
     config = make_config(args)
     trusts = vars(args).get("trust_remote_code", False)  # commands without the flag do not
     found: Any = [open_picture(each, str(each)) if isinstance(each, Path) else each for each in pictures]
-    if not config.enabled or vars(args).get("resident"):
-        model, processor = mlx_vlm.load(str(path), trust_remote_code=trusts)
-        yield model, processor, make_prompt(model, processor, messages, found, **options)
-        return
     with load_vlm_model(path, config) as model:
         processor = load_processor_of(path, model, trust_remote_code=trusts)
         prompt = make_prompt(model, processor, messages, found, **options)
@@ -123,8 +117,7 @@ def answer_about_pictures(args: argparse.Namespace, path: Path) -> Iterator[tupl
         model, processor, prompt = found
         tokenizer = getattr(processor, "tokenizer", processor)
         tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
-        language = getattr(model, "language_model", model)
-        run = Recorder(language, len(prompt.tokens), time.perf_counter() - began, args.prefill_step_size)
+        run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
         loop = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
-        loop |= {"temperature": args.temp, "prefill_step_size": run.prefill_step_size}
+        loop |= {"temperature": args.temp, "prefill_step_size": run.plan.prefill_step_size}
         yield run, prompt.responses(model, processor, **loop)

@@ -28,7 +28,7 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_out(tmp_path: Pa
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     expected = mlx_lm_utils.load_adapters(stock(base), str(adapter))
     expected.eval()
-    mode = ["--draft-model", str(base), "--ram-budget-gb", "1"] if with_draft else ["--resident"]
+    mode = ["--ram-budget-gb", "1", *(["--draft-model", str(base)] if with_draft else [])]
     command = ["generate", "--model", str(base), "--prompt", "x", "--adapter-path", str(adapter), *mode]
     model, draft = load(base, parse_arguments(command), 8)
     try:

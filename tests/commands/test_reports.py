@@ -46,7 +46,7 @@ def test_every_place_of_a_run_and_of_a_plan_has_a_fact(folder: Path) -> None:
     facts |= report._more_facts(prepared.layout, prepared.plan)
     assert not [*unknown(report.PLAN, facts)]
     found = measured(folder, doctor.doctor, "doctor", "-m", 2)["run"]
-    added = dict.fromkeys(("is_over", "is_resident", "step"))
+    added = dict.fromkeys(("is_over", "step"))
     assert not [*unknown(report.RUN, {**found, **added, "planned": {**found["plan"], "first_seconds": 1.0}})]
     assert not [*unknown(run.BRIEF, {**found, "footprint": 1})]
     assert [*unknown("{tokens_per_hour}{plan.tokens_per_hour}", found)] == ["tokens_per_hour", "plan.tokens_per_hour"]

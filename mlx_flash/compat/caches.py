@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_flash.compat.require import require, require_that
@@ -82,9 +83,9 @@ def token_fits(entry: Any) -> bool:
         return all(array is not None for array in vars(entry)["cache"])
     if issubclass(kind, CacheKinds.lists):
         return all(map(token_fits, entry.caches))
-    if kind not in CacheKinds.buffers or entry.keys is None:
+    if kind not in CacheKinds.buffers or (keys := entry.keys) is None:
         return False
-    size, most = entry.keys.shape[2], getattr(entry, "max_size", None)
+    size, most = (keys if isinstance(keys, mx.array) else keys[0]).shape[2], getattr(entry, "max_size", None)
     return size == most or (length_of(entry) < size and (most is None or size < most))
 
 

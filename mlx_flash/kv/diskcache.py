@@ -134,6 +134,8 @@ for _kind, _elsewhere in ((DiskKVCache, _OnDisk), (DiskQuantizedKVCache, _Quanti
     _kind.kind_in_memory, _kind.kind_on_disk = _kind, _elsewhere
 
 
+CacheKinds.buffers += (DiskKVCache, DiskQuantizedKVCache)
+
 _pools: weakref.WeakValueDictionary[Path | None, KVPool] = weakref.WeakValueDictionary()
 """The pool of all caches that were constructed with the same folder."""
 

@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from mlx_flash.compat.caches import is_window, token_fits
 from mlx_flash.kv.diskcache import DiskKVCache
-from mlx_flash.kv.kvpool import PooledCache, buffers_of
 from mlx_flash.kv.owed import OWED
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 
@@ -35,14 +34,11 @@ def tokens_fit(cache: Sequence[Any]) -> bool:
     """Return whether a token of each sequence changes no memory of a prompt cache."""
     if not cache or OWED in vars(cache[0]) or OWED in vars(cache[-1]):
         return False
-    for entry in cache:
-        if type(entry) is DiskKVCache:  # no function is called for it
-            if (keys := entry.keys) is None or entry.offset >= keys.shape[2]:
+    for entry in cache:  # no function is called for most
+        if type(entry) is not DiskKVCache:
+            if not token_fits(entry):
                 return False
-        elif isinstance(entry, PooledCache):
-            if not (arrays := buffers_of(entry)) or entry.offset >= arrays[0].shape[2]:
-                return False
-        elif not token_fits(entry):
+        elif (keys := entry.keys) is None or entry.offset >= keys.shape[2]:
             return False
     return True
 

@@ -31,7 +31,7 @@ from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
 from mlx_flash.kv.options import KVOptions, queued_bytes
 from mlx_flash.kv.owed import owing, own_kind
 from mlx_flash.kv.pages import RowLayout
-from mlx_flash.kv.ring import KVStats, SlotRing
+from mlx_flash.kv.ring import SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily
 from mlx_flash.memory.footprint import release_freed_memory
@@ -358,10 +358,9 @@ class KVPool(Opaque):
         self.options = options
         self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
         self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
-        self.stats = KVStats()
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
         self._by_number: weakref.WeakValueDictionary[int, PooledCache] = weakref.WeakValueDictionary()
-        self.ring = SlotRing(options, self.stats)
+        self.ring = SlotRing(options)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._passes = passes or nullcontext()
@@ -421,7 +420,7 @@ class KVPool(Opaque):
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
-        ledger, files, stats = self.ledger(), self.files, self.stats
+        ledger, files = self.ledger(), self.files
         files_used = {disk.file for disk in self.on_disk.values() if disk.layout.components}
         self.usage = KVUsage(
             memory_bytes=ledger.now,
@@ -430,7 +429,7 @@ class KVPool(Opaque):
             read_bytes=files.read_bytes,
             written_bytes=files.writer.nbytes,
             num_offloaded=files.num_layers,
-            wait_seconds=stats.wait_seconds,
+            wait_seconds=self.ring.wait_seconds,
         )
         return self.usage
 
@@ -504,13 +503,11 @@ class KVPool(Opaque):
                 for entry in self.layers
                 if not entry.is_on_disk and (vars(entry)["keys"] is not None or entry in coming)
             ]
-            if self.ring.held and not self.on_disk:
-                self.ring.release()
+            if self.ring.held and not (layers and self.on_disk):
+                self.ring.release()  # it is not needed, or was larger for a longer context
             elif layers:
                 min(layers, key=lambda entry: (entry.group.used_at, _spread(entry.index), entry.index)).offload()
                 release_freed_memory()
-            elif self.ring.held:
-                self.ring.release()  # it was larger for a longer context
             elif len(self.ring.slots) > 1:
                 self.ring.resize(1)
             else:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -30,15 +28,6 @@ from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, us
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.prefetcher import Ticket
-
-
-@dataclass(slots=True)
-class KVStats:
-    """Counters since the pool was made."""
-
-    num_fetched: int = 0  # uses of a layer on disk
-    num_unpredicted: int = 0  # uses whose read had not been started ahead
-    wait_seconds: float = 0.0  # time spent waiting for reads
 
 
 class Slot:
@@ -162,11 +151,18 @@ class Slot:
 
 
 class SlotRing:
-    """The slots, and the order in which layers use them: the prefetched layer is the one that followed last time."""
+    """The slots, and the order in which layers use them: the prefetched layer is the one that followed last time.
 
-    def __init__(self, options: KVOptions, stats: KVStats) -> None:
+    Attributes:
+        num_fetched: uses of a layer on disk.
+        num_unpredicted: uses whose read had not been started ahead.
+        wait_seconds: time spent waiting for reads.
+    """
+
+    def __init__(self, options: KVOptions) -> None:
         self.slots = [Slot() for _ in range(NUM_SLOTS)]
-        self._stats = stats
+        self.num_fetched = self.num_unpredicted = 0
+        self.wait_seconds = 0.0
         self._options = options
         self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[DiskRows] | None = None
@@ -212,8 +208,6 @@ class SlotRing:
         """Invalidate a layer's tokens from ``length`` on."""
         for slot in self.slots:
             if slot.belongs_to(disk):
-                with suppress(ReadError):  # of a read ahead: the slot is empty then
-                    slot.wait()
                 slot.tokens = min(slot.tokens, length)
 
     def release(self) -> None:
@@ -223,7 +217,7 @@ class SlotRing:
 
     def _hand_out(self, disk: DiskRows, slot: Slot, num_new: int) -> list[mx.array]:
         arrays = slot.hand_out(disk.layout, disk.length)
-        self._stats.num_fetched += 1
+        self.num_fetched += 1
         last = self._last() if self._last is not None else None
         if last is not None and last is not disk:  # parts of a prompt use a layer one after another
             self._successor[last] = weakref.ref(disk)
@@ -242,7 +236,7 @@ class SlotRing:
         if not slot.belongs_to(disk) or slot.capacity < end:
             self._assign(slot, disk, end)
         try:
-            self._stats.wait_seconds += slot.wait()
+            self.wait_seconds += slot.wait()
         except ReadError:  # of a read ahead, which may have failed before the disk worked again: it is repeated
             self._assign(slot, disk, end)
         if slot.tokens < disk.length or disk.length < slot.handed_out:  # not only what follows is written
@@ -265,9 +259,9 @@ class SlotRing:
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
         if slot.tokens < disk.paged_tokens:
-            self._stats.num_unpredicted += 1
+            self.num_unpredicted += 1
             self._read(slot, disk, slot.tokens, urgent=True)
-            self._stats.wait_seconds += slot.wait()
+            self.wait_seconds += slot.wait()
         slot.write(disk.layout, disk.tail, disk.paged_tokens)
         slot.tokens = disk.length
 

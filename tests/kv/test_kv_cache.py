@@ -310,12 +310,12 @@ def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> No
     offload_all(pool)
     for seed in range(2, 4):
         feed(mine, theirs, seed, 1)
-    before = pool.stats.num_unpredicted
+    before = pool.ring.num_unpredicted
     for seed in range(4, 9):
         feed(mine, theirs, seed, 1)
-    assert pool.stats.num_unpredicted == before
+    assert pool.ring.num_unpredicted == before
     feed(mine[::-1], theirs[::-1], 9, 1)  # in another order: reads on demand, the same rows
-    assert pool.stats.num_unpredicted > before
+    assert pool.ring.num_unpredicted > before
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
@@ -354,8 +354,14 @@ def test_restored_rows_on_disk_are_read_when_they_are_used(options: Callable[...
             rows = [rows_of(seed + i, 24, mx.float16) for i in range(2)]
             RowLeaf(caches[0]).append(rows)
             caches[1].update_and_fetch(*rows)
-    assert pool.note().read_bytes == pool.stats.num_fetched == 0
+    assert pool.note().read_bytes == pool.ring.num_fetched == 0
     feed(mine, theirs, 9, 1)
+    for caches in zip(mine, theirs, strict=True):  # whose former tokens are in slots
+        rows = [rows_of(i, 24, mx.float16) for i in range(2)]
+        assert caches[0].trim(24) == caches[1].trim(24)
+        RowLeaf(caches[0]).append(rows)
+        caches[1].update_and_fetch(*rows)
+    feed(mine[::-1], theirs[::-1], 10, 1)
 
 
 def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
@@ -366,7 +372,7 @@ def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Calla
     offload_all(pool)
     generated(llama, cache, 1)
     num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
-    assert pool.stats.num_fetched <= len(cache) * num_calls
+    assert pool.ring.num_fetched <= len(cache) * num_calls
     assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.kvpool import OnDisk, shortened
+from mlx_flash.kv.kvpool import buffers_of, pair, resized
 from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
@@ -105,16 +103,14 @@ def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
 
 def _capacity(entry: Any) -> int:
     """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
-    if isinstance(entry, OnDisk):
-        return 0
-    return max([array.shape[2] for array in arrays_in([entry.keys, entry.values])], default=0)
+    arrays = buffers_of(entry)
+    return int(arrays[0].shape[2]) if arrays else 0
 
 
 def _shrink_to(entry: Any, capacity: int) -> None:
     """Cut the buffers of an entry that have grown."""
     if capacity < _capacity(entry):
-        shorter = partial(shortened, length=capacity)
-        entry.keys, entry.values = tree_map(shorter, (entry.keys, entry.values)) if capacity else (None, None)
+        entry.keys, entry.values = pair(resized(buffers_of(entry), capacity, capacity) if capacity else [])
 
 
 def _kept(value: Any) -> Any:

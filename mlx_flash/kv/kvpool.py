@@ -139,7 +139,7 @@ class PooledCache:
         start, num_new = held["offset"], new[0].shape[2]
         if start + num_new > arrays[0].shape[2]:
             capacity = self.pool.options.capacity_after(start, 0, num_new)
-            arrays = [with_room(array, start, capacity) for array in arrays]
+            arrays = resized(arrays, start, capacity)
         for array, rows in zip(arrays, new, strict=True):
             array[..., start : start + num_new, :] = rows
         mx.eval(arrays)
@@ -164,7 +164,7 @@ class PooledCache:
         """Give back the room behind the tokens, until others come."""
         arrays, length, before = buffers_of(self), vars(self)["offset"], capacity_of(self)
         if length and arrays:
-            keys, values = pair([shortened(array, length) for array in arrays])
+            keys, values = pair(resized(arrays, length, length))
             vars(self).update(keys=keys, values=values, shortened=(length, before))
 
     def copy_to(self, group: CacheGroup) -> Any:
@@ -174,9 +174,7 @@ class PooledCache:
         if self.is_on_disk:
             copied |= {"keys": None, "values": None, "offset": 0, "disk": held["disk"].fork()}
         else:
-            arrays = [with_room(array, held["offset"], capacity_of(self)) for array in buffers_of(self)]
-            mx.eval(arrays)
-            keys, values = pair(arrays)
+            keys, values = pair(resized(buffers_of(self), held["offset"], capacity_of(self)))
             copied |= {"keys": keys, "values": values, "offset": held["offset"]}
         other = kind.__new__(kind)
         vars(other).update(copied)
@@ -321,18 +319,14 @@ def pair(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
     return (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
 
 
-def shortened(array: mx.array, length: int) -> mx.array:
-    """Return a copy of the first rows, ``(batch, heads, tokens, width)``; it is evaluated."""
-    found = mx.contiguous(array[..., :length, :])
+def resized(arrays: Sequence[mx.array], length: int, capacity: int) -> list[mx.array]:
+    """Return copies of the first rows of buffers, with room for so many; they are evaluated."""
+    half, found = length // 2, list[mx.array]()  # MLX would not copy one part alone
+    for array in arrays:
+        room = mx.zeros((*array.shape[:2], capacity - length, array.shape[3]), array.dtype)
+        found.append(mx.concatenate([array[..., :half, :], array[..., half:length, :], room], axis=2))
     mx.eval(found)
     return found
-
-
-def with_room(array: mx.array, length: int, capacity: int) -> mx.array:
-    """Return a copy of the first rows of a buffer, with room for so many."""
-    half = length // 2  # MLX would not copy one part alone
-    room = mx.zeros((*array.shape[:2], capacity - length, array.shape[3]), array.dtype)
-    return mx.concatenate([array[..., :half, :], array[..., half:length, :], room], axis=2)
 
 
 def _spread(index: int) -> int:

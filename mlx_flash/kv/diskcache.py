@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import merged, pass_on
-from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, pair
+from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, buffers_of, pair, resized
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 
@@ -113,6 +113,17 @@ class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
 
     form = ("group_size", "bits")
     state = QuantizedKVCache.state.setter(PooledCache.set_state)
+
+    def append_quantized(self, new: Sequence[mx.array]) -> None:
+        """Add quantized tokens, ``(batch, heads, new tokens, width)`` for each buffer."""
+        arrays = buffers_of(self) or [array[..., :0, :] for array in new]
+        start, end = self.offset, self.offset + new[0].shape[2]
+        if end > arrays[0].shape[2]:
+            arrays = resized(arrays, start, self.pool.options.capacity_after(start, 0, end - start))
+        for array, rows in zip(arrays, new, strict=True):
+            array[..., start:end, :] = rows
+        self.keys, self.values = pair(arrays)
+        self.offset = end
 
 
 class _OnDisk(OnDisk, DiskKVCache):

@@ -133,23 +133,6 @@ class PooledCache:
                 self.offload()
             pool.fit(lambda: pool.memory_bytes, offset)
 
-    def append_rows(self, new: Sequence[mx.array]) -> None:
-        """Add tokens in the form of the buffers, ``(batch, heads, new tokens, width)`` for each."""
-        held, arrays = vars(self), buffers_of(self) or [array[..., :0, :] for array in new]
-        start, num_new = held["offset"], new[0].shape[2]
-        if start + num_new > arrays[0].shape[2]:
-            capacity = self.pool.options.capacity_after(start, 0, num_new)
-            arrays = resized(arrays, start, capacity)
-        for array, rows in zip(arrays, new, strict=True):
-            array[..., start : start + num_new, :] = rows
-        mx.eval(arrays)
-        keys, values = pair(arrays)
-        held.update(keys=keys, values=values, offset=start + num_new)
-
-    def read(self, start: int, stop: int) -> list[mx.array]:
-        """Return the rows of some tokens, for each buffer."""
-        return [array[..., start:stop, :] for array in buffers_of(self)]
-
     def drop_room(self, num_new: int) -> None:
         """Have buffers without room for new tokens grow behind the last token.
 
@@ -239,9 +222,6 @@ class OnDisk(PooledCache):
                 return pool.ring.append(disk, new)
             disk.append(disk.layout.to_rows(new))
             return []
-
-    def append_rows(self, new: Sequence[mx.array]) -> None:
-        self.append(new, fetches=False)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add tokens, ``(batch, heads, new tokens, width)``. Return all. Raises: WriteError, ReadError."""

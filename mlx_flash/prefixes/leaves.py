@@ -21,8 +21,9 @@ from mlx_lm.models.cache import (
 
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import entries_of, is_right_padded, length_of, shortened_window
+from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored
-from mlx_flash.kv.kvpool import PooledCache
+from mlx_flash.kv.kvpool import OnDisk, PooledCache, buffers_of
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.prefixes.store import Blob
 
@@ -118,24 +119,24 @@ class RowLeaf(Leaf):
     def read(self, start: int, stop: int) -> dict[str, Blob]:
         """Return the rows of some tokens, ``(1, heads, tokens, width)`` for each array."""
         entry = self.entry
-        is_own = isinstance(entry, PooledCache)
-        arrays = entry.read(start, stop) if is_own else [array[..., start:stop, :] for array in self._arrays()]
+        on_disk = entry.read(start, stop) if isinstance(entry, OnDisk) else None
+        arrays = on_disk or [array[..., start:stop, :] for array in buffers_of(entry)]
         return {str(i): to_blob(array) for i, array in enumerate(arrays)}
 
     def append(self, arrays: Sequence[mx.array]) -> None:
         """Add rows as :meth:`read` returned them, and evaluate them."""
-        if isinstance(self.entry, PooledCache):
-            self.entry.append_rows(arrays)
-            return
-        self.entry.update_and_fetch(*arrays)
-        mx.eval(self._arrays(), self.entry.offset)
+        entry = self.entry
+        if isinstance(entry, OnDisk):
+            entry.append(arrays, fetches=False)
+        elif isinstance(entry, DiskQuantizedKVCache):
+            entry.append_quantized(arrays)
+        else:
+            entry.update_and_fetch(*arrays)
+        mx.eval(buffers_of(entry), entry.offset)
 
     def trim(self, length: int) -> None:
         """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
-
-    def _arrays(self) -> list[mx.array]:
-        return [] if self.entry.keys is None else [self.entry.keys, self.entry.values]
 
 
 class StateLeaf(Leaf):

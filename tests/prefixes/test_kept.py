@@ -142,7 +142,7 @@ def test_a_new_sequence_is_not_mistaken_for_a_former_one(pool: KVPool) -> None:
 
     def batch(seed: int, history: History | None) -> Any:
         entry = make_caches([KVCache()], pool.options, pool)[0]
-        entry.append_rows([rows_of(seed + i, 20, mx.float16) for i in range(2)])
+        entry.update_and_fetch(*[rows_of(seed + i, 20, mx.float16) for i in range(2)])
         if history is not None:
             RowLeaf(entry).note(history)
         return DiskKVCache.merge([entry])

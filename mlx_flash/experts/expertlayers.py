@@ -376,17 +376,21 @@ class Experts:
         num_rows = indices.size - num_late  # of experts that will probably be there
         if not num_rows or (num_late and not self._exact_rows):
             return None
-        slots = mx.array(ready)[mx.clip(indices, 0, len(ready) - 1)]  # they are not checked yet
+        last, last_slot = len(ready) - 1, self.pool.slots.num_slots - 1
+        # They are not checked yet. Each operation less is felt on a GPU.
+        safe = mx.minimum(indices, last) if indices.dtype == mx.uint32 else mx.clip(indices, 0, last)
         pairs = None
         if num_late:
-            pairs = mx.argsort(slots.reshape(-1))[:num_rows]  # those without a slot last
+            slots = mx.array(ready)[safe].reshape(-1)
+            pairs = mx.argsort(slots)[:num_rows]  # those without a slot last
             known.append(pairs)
         mx.async_eval(known)  # in a call of its own: whatever is evaluated with the rows has to wait for them
-        slots = mx.minimum(slots, self.pool.slots.num_slots - 1)
         if pairs is None:
+            slots = mx.array(np.minimum(ready, last_slot))[safe]
             rows = self._pooled.run(layer, x, slots).reshape(num_rows, -1)
         else:
-            rows = self._pooled.run_pairs(layer, x, slots.reshape(-1)[pairs], pairs, indices.shape[-1])
+            slots = mx.minimum(slots, last_slot)[pairs]
+            rows = self._pooled.run_pairs(layer, x, slots, pairs, indices.shape[-1])
         mx.async_eval(rows)
         return _Begun(rows, pairs, ready)
 

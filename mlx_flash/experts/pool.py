@@ -49,8 +49,9 @@ class Uses:
     Sums are kept as logarithms of their value at the start, so that time passing does not change them.
     """
 
-    def __init__(self, sizes: Sequence[int], num_slots: int) -> None:
-        self._sums = [np.full(size, -np.inf) for size in sizes]
+    def __init__(self, slot_of: Sequence[Slots], num_slots: int) -> None:
+        self._slot_of = slot_of  # by layer and expert, which the pool changes
+        self._sums = [np.full(len(slots), -np.inf) for slots in slot_of]
         self._in_slots = np.full(num_slots, np.inf)
         self.holders: list[Expert | None] = [None] * num_slots  # by slot
         self._order: list[int] = []
@@ -58,8 +59,8 @@ class Uses:
         self._now = 0.0
         self._last = -1
 
-    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int, slots: Slots) -> None:
-        """Count a call of a layer: distinct experts, how many tokens each computes, and their slots.
+    def add(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
+        """Count a call of a layer: distinct experts, and how many tokens each computes. The most used stay longest.
 
         Tokens of one call count as if they were spread evenly over as many passes.
         """
@@ -70,6 +71,7 @@ class Uses:
         weight = (1 - 2 ** (-num_tokens / HALF_LIFE)) * _MOST_USES / num_tokens
         sums = self._sums[layer]
         found = sums[experts] = np.logaddexp2(sums[experts], self._now + np.log2(counts * weight))
+        slots = self._slot_of[layer][experts]
         is_there = slots != ABSENT
         self._in_slots[slots[is_there]] = found[is_there]
 
@@ -211,7 +213,8 @@ class ExpertPool:
         self._free = list(reversed(range(slots.num_slots)))
         self._num_cleared = 0
         self._held: list[int] = []
-        self._uses = Uses([len(layer.placements) for layer in layers], slots.capacity)
+        self._uses = Uses(self.slot_of, slots.capacity)
+        self.use = self._uses.add
 
     @property
     def num_resident(self) -> int:
@@ -298,10 +301,6 @@ class ExpertPool:
             stats.num_predicted_right += len(predicted.intersection(wanted))
             predicted.clear()
         return missing
-
-    def use(self, layer: int, experts: Numbers, counts: Numbers, num_tokens: int) -> None:
-        """Count the uses of one call, as :meth:`Uses.add` does. The experts used most stay longest."""
-        self._uses.add(layer, experts, counts, num_tokens, self.slot_of[layer][experts])
 
     def spared(self, layer: int, experts: list[int], predicted: Sequence[Collection[int]] | None = None) -> set[int]:
         """Return the slots of some experts, of held ones, and of predicted ones of any layer."""

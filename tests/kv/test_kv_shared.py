@@ -18,6 +18,7 @@ from kv_settings import adding, equal, little_under_way, offload_all, rows_of
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.options import KVOptions
+from waiting import eventually
 
 LAYERS = 4
 TOKEN_BYTES = 2 * 2 * 32 * 2
@@ -126,7 +127,9 @@ def test_the_budget_holds_while_conversations_take_turns(times: float, options: 
 
 @pytest.mark.parametrize("entry", [KVCache, lambda: QuantizedKVCache(32, 4)])
 @pytest.mark.parametrize("goes_to_disk", [False, True])
-def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+def test_replaced_rows_are_not_shared(
+    entry: Any, goes_to_disk: bool, options: Callable[..., KVOptions], tmp_path: Path
+) -> None:
     pool = KVPool(options(step=16))
     rows = rows_of(0, 100, mx.float16)
     theirs = [entry()]
@@ -141,6 +144,9 @@ def test_replaced_rows_are_not_shared(entry: Any, goes_to_disk: bool, options: C
         offload_all(pool)
     for caches, expected in zip(copies, (doubled, doubled, before, before), strict=True):
         assert equal(caches[0].keys_and_values(), expected)
+        caches[0].state = (*before, *caches[0].state[2:])
+        assert not caches[0].is_on_disk and equal(caches[0].keys_and_values(), before)
+    eventually(lambda: not [*tmp_path.rglob("*.kv")])
 
 
 def test_an_interrupt_leaves_a_cache_in_memory_or_on_disk(options: Callable[..., KVOptions]) -> None:

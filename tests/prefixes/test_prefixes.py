@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
-from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import children
@@ -217,25 +217,6 @@ def test_states_larger_than_the_queue_are_stored(tmp_path: Path, monkeypatch: py
                 pages = [path.stat().st_size for path in (prefix_directory() / "pages").iterdir()]
                 assert sorted(pages)[-2] > queue_bytes  # or this test tests nothing
     assert same(runs[1], runs[0])
-
-
-def test_caches_that_are_copied_and_trimmed(llama: Path) -> None:
-    """As mlx-lm's server does with the prompts of earlier requests."""
-    with loaded(llama) as model, loaded(llama, "off") as plain:
-        outputs = []
-        for used in (model, model, plain):
-            cache = make_prompt_cache(used)
-            generated(used, PROMPT[:600], num=3, prompt_cache=cache)
-            copied = copy.deepcopy(cache)
-            trim_prompt_cache(copied, copied[0].offset - 2 * STEP)
-            outputs.append(
-                [
-                    *generated(used, PROMPT[2 * STEP :], prompt_cache=copied),
-                    *generated(used, [5, 6, 7], prompt_cache=cache),
-                ]
-            )
-        assert same(outputs[0], outputs[2]) and same(outputs[1], outputs[2])
-        assert restored(model) >= 2 * STEP
 
 
 def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:

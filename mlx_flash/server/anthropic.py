@@ -25,7 +25,6 @@ from mlx_flash.server.request import (
     data_url,
     function,
     picture_part,
-    stop_texts,
     thinking_options,
     tool_fields,
 )
@@ -122,7 +121,7 @@ class MessagesRequest(Conversation):
     """A request for the next message of a conversation."""
 
     max_tokens: openai.Count
-    stop_sequences: Annotated[Many[openai.StopText], Field(max_length=64)] | None = None
+    stop_sequences: openai.Stop | None = None
     stream: bool | None = None
     temperature: openai.Temperature | None = None
     top_p: openai.Share | None = None
@@ -227,7 +226,7 @@ def answer_messages(body: MessagesRequest) -> Asked:
         generation_request(body),
         sampling=openai.sampling_of(body),
         max_tokens=body.max_tokens,
-        stop=stop_texts(body.stop_sequences),
+        stop=body.stop_sequences or (),
     )
     return Asked([asked], _Writer(body), streams=bool(body.stream))
 

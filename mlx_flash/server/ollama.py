@@ -40,7 +40,6 @@ from mlx_flash.server.request import (
     continues,
     data_url,
     picture_part,
-    stop_texts,
     thinking_options,
     tool_fields,
 )
@@ -238,7 +237,7 @@ def _with_settings(asked: GenerationRequest, body: TextRequest) -> GenerationReq
         template_options=thinking_options(None, think) if isinstance(think, str) else thinking_options(think),
         sampling=_sampling(options),
         max_tokens=limit if limit is not None and limit > 0 else None,
-        stop=stop_texts(options.stop),
+        stop=options.stop or (),
         top_logprobs=body.num_likeliest,
         grammar=_grammar(body.format),
         keep_alive=body.keep_alive,

@@ -28,7 +28,6 @@ from mlx_flash.server.request import (
     Sampling,
     function,
     picture_part,
-    stop_texts,
     thinking_options,
     tool_fields,
 )
@@ -40,11 +39,21 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """The most prompts of a request."""
 
+
+def _several(given: Any) -> Any:
+    """Return the texts of a request, which may have one, as text or as tokens."""
+    is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
+    return [given] if is_one else given
+
+
+def _without_empty(texts: list[str]) -> list[str]:
+    return [text for text in texts if text]
+
+
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f]+$")]
 ModelName = Annotated[Name, BeforeValidator(lambda name: name or "default_model")]
 """The name of a model; none, or an empty one, is the default model's."""
 StopText = Annotated[str, Field(max_length=1000)]
-"""A text that ends an answer; an empty one is none."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[Many[Token], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -57,16 +66,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(0, number))]
 Seed = Annotated[int, Field(ge=-1, lt=2**63)]
 NumLikeliest = Annotated[int, Field(ge=0, le=20)]
-Stop = StopText | Annotated[Many[StopText], Field(max_length=64)]
+Stop = Annotated[Many[StopText], Field(max_length=64), BeforeValidator(_several), AfterValidator(_without_empty)]
 Recent = Annotated[int, Field(ge=1, le=1_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/@+-]{1,256}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def _several(given: Any) -> Any:
-    """Return the prompts of a request, which may have one, as text or as tokens."""
-    is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
-    return [given] if is_one else given
 
 
 class SamplingOptions(Body):
@@ -418,7 +421,7 @@ def chat(body: ChatRequest) -> Asked:
         sampling=sampling_of(body),
         num_choices=body.n or 1,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        stop=stop_texts(body.stop),
+        stop=body.stop or (),
         top_logprobs=body.num_likeliest,
         grammar=grammar_of(body.response_format, "response_format"),
         one_call=body.parallel_tool_calls is False,
@@ -493,7 +496,7 @@ def complete(body: CompletionRequest) -> Asked:
     plain = GenerationRequest(
         model=body.model,
         max_tokens=body.max_tokens,
-        stop=stop_texts(body.stop),
+        stop=body.stop or (),
         top_logprobs=body.logprobs,
         echo=bool(body.echo),
         grammar=grammar_of(body.response_format, "response_format"),

@@ -58,11 +58,6 @@ class Defaults(Sampling):
     template_options: Mapping[str, Any] | None = None  # variables of the chat template, below those of the request
 
 
-def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return texts that end an answer. Empty ones are none."""
-    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
-
-
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 """The nearest levels of effort that chat templates know."""
 

@@ -395,7 +395,8 @@ class KVPool(Opaque):
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         ledger, files = self.ledger(), self.files
-        files_used = {disk.file for disk in self.on_disk.values() if disk.layout.components}
+        on_disk = self.on_disk.values() if ledger.is_on_disk else ()
+        files_used = {disk.file for disk in on_disk if disk.layout.components}
         self.usage = KVUsage(
             memory_bytes=ledger.now,
             disk_bytes=sum([file.nbytes for file in files_used]),
@@ -488,7 +489,7 @@ class KVPool(Opaque):
                 raise no_room(nbytes, tokens, self.limit)
 
     def close(self) -> None:
-        """End the threads and remove the files. The pool's caches cannot be used any more. Idempotent."""
+        """End the threads and remove the files. Caches on disk cannot be used any more. Idempotent."""
         with self.lock:
             self.is_closed = True
             self.ring.release()

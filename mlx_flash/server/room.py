@@ -44,9 +44,8 @@ class EngineRoom:
     def __init__(self, catalog: Catalog, options: BatchOptions | None = None, keep_alive: float | None = None) -> None:
         self.catalog = catalog
         self._options, self._keep_alive = options or BatchOptions(), keep_alive
-        self._plan: ResidencyPlan | FlashError | None = None
         self._has_loaded = False
-        self._loaded: SimpleQueue[None] = SimpleQueue()
+        self._loaded: SimpleQueue[ResidencyPlan | FlashError | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generation")
         self._native_id: int | None = None
         self._is_stopping = self._is_closed = self._has_ended_well = False
@@ -64,10 +63,9 @@ class EngineRoom:
         """Start the thread, and load the default model. Return its plan; None if there is no default model."""
         try:
             self._thread.start()
-            self._loaded.get()
-            if isinstance(self._plan, FlashError):
-                raise self._plan
-            return self._plan
+            if isinstance(found := self._loaded.get(), FlashError):
+                raise found
+            return found
         except BaseException:  # after a signal the thread would go on, and Python waits for it before it ends
             self.stop()
             if self._thread.ident is not None:  # one that Python counts as ended may still end
@@ -144,9 +142,7 @@ class EngineRoom:
                 answers = list(self._answers.items())
             for number, each in answers:
                 each.put(number, Failed(RefusedError("the server stops.", 503)))
-            if not self._has_loaded:
-                self._plan = self._plan or RefusedError("the generation thread died.", 503)
-                self._loaded.put(None)
+            self._loaded.put(RefusedError("the generation thread died.", 503))  # which nobody reads once it has loaded
 
     def _load_default(self) -> bool:
         """Load the default model, if there is one. Return whether requests can be answered."""
@@ -154,10 +150,10 @@ class EngineRoom:
             default = self.catalog.default
             model = None if default is None else self.models.load(default, self._check_running)
         except FlashError as error:
-            self._plan = error
+            self._loaded.put(error)
             return False
-        self._plan, self._has_loaded = None if model is None else model.model.plan, True
-        self._loaded.put(None)
+        self._has_loaded = True
+        self._loaded.put(None if model is None else model.model.plan)
         return True
 
     def _answer_all(self) -> None:
@@ -221,7 +217,6 @@ class EngineRoom:
 
     def _admit(self, job: Job) -> bool:
         """Begin with a request if there is room now. Return False if it has to wait for others."""
-        is_settled = True
         with ends_alone(job.fail):
             if job.request.work == "unload":
                 if (found := self.models.get(job.source)) is not None:  # after its other requests
@@ -230,19 +225,18 @@ class EngineRoom:
                 return True
             model = self.models.get(job.source) or self._load(job)
             if model is None:
-                is_settled = False
-            else:
-                if job.request.has_prompt and not job.prompt.tokens:
-                    model.prepare(job)
-                if job.request.work not in ("answer", "embed"):
-                    self.models.note_use(model, job.request.keep_alive)
-                    job.end()
-                    return True
-                is_settled = model.admits(job)
-                if is_settled:
-                    model.begin(job)
-                    self.models.note_use(model, job.request.keep_alive)
-        return is_settled
+                return False
+            if job.request.has_prompt and not job.prompt.tokens:
+                model.prepare(job)
+            is_computed = job.request.work in ("answer", "embed")
+            if is_computed and not model.admits(job):
+                return False
+            if is_computed:
+                model.begin(job)
+            self.models.note_use(model, job.request.keep_alive)
+            if not is_computed:
+                job.end()
+        return True
 
     def _load(self, job: Job) -> LoadedModel | None:
         """Load the model of a request, and report progress to all that wait for it, or come meanwhile."""

@@ -97,7 +97,7 @@ def _streamed_run(job: Job) -> Run:
     with model:
         run = _decode(model, job, lambda: _counters(model))
         run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), **asdict(job)}
-        predicted = model.plan.tokens_per_second(job.batch)
+        predicted = 1 / model.plan.seconds if job.batch == 1 else None
         run |= {"budget_bytes": model.plan.budget_bytes, "predicted_tokens_per_second": predicted}
         return run | {"plan": _plan_summary(model.plan)}
 

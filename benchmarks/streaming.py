@@ -255,7 +255,7 @@ def _run_table(summary: dict[str, Any]) -> Table:
             f"{run['first_token_passes']:.0f}",
             _gb(run["peak_bytes_max"]) + ("" if run["within_budget"] else " (!)"),
             f"{run['tokens_per_second']:.3f}",
-            f"{run['predicted_tokens_per_second']:.3f}",
+            "" if run["predicted_tokens_per_second"] is None else f"{run['predicted_tokens_per_second']:.3f}",
             f"{run['of_resident']:.2f}" if "of_resident" in run else "",
             _gb(run["bytes_per_token"] / run["batch"]),
             _gb(run["read_bytes_per_second"]) if "read_bytes_per_second" in run else "",

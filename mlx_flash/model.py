@@ -36,7 +36,7 @@ from mlx_flash.layout.parts import ModelLayout, body_of, head_of
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.prefixes.prefixcache import PrefixCache
-from mlx_flash.residency.plan import ResidencyPlan, rows_bytes, step_in_words
+from mlx_flash.residency.plan import ResidencyPlan, step_in_words, together_bytes
 from mlx_flash.speculation import OwnGuesses, Times
 
 T = TypeVar("T")
@@ -440,7 +440,7 @@ class FlashLLM(ModelFacade):
             lengths: the most tokens of each, prompt and answer.
         """
         chain = self._life.prepared.chain
-        has_room = rows_bytes(self.plan, lengths, may_offload=True) <= self.plan.room_bytes
+        has_room = together_bytes(self.plan, lengths, "exact", may_offload=True) <= self.plan.room_bytes
         return has_room if chain is None else bool(chain.least(has_room))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:

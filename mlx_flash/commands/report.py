@@ -24,7 +24,7 @@ from mlx_flash.kv.kvpool import KVUsage
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
-from mlx_flash.monitor.words import counted, duration, filled, limit, rate, size
+from mlx_flash.monitor.words import counted, duration, filled, limit, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
 from mlx_flash.telemetry import Facts, Sample, ratio
@@ -35,9 +35,6 @@ Responses = Generator[Any, None, None]
 
 PROMPT_LENGTHS = (100, 2_000, 16_000)
 """Prompts for which the time to the first token is predicted."""
-
-BATCH_SIZES = (1, 4, 8, 16)
-"""Numbers of sequences for which the speed is predicted."""
 
 
 class Recorder:
@@ -183,14 +180,6 @@ def _expert_numbers(run: Recorder) -> Json:
     }
 
 
-def batch_speeds(plan: ResidencyPlan) -> dict[int, float | None]:
-    """Return predicted tokens a second by the number of sequences. Empty with all weights in memory.
-
-    There sequences share no reads, and most are computed by mlx-lm's batches.
-    """
-    return {number: plan.tokens_per_second(number) for number in BATCH_SIZES} if plan.read_bytes else {}
-
-
 def plan_to_json(plan: ResidencyPlan) -> Json:
     """Return every field of a plan, and its derived numbers."""
     return {
@@ -202,7 +191,6 @@ def plan_to_json(plan: ResidencyPlan) -> Json:
         "seconds_to_first_token": [
             {"prompt_tokens": number, "seconds": plan.seconds_to_first_token(number)} for number in PROMPT_LENGTHS
         ],
-        "batches": [{"sequences": n, "tokens_per_second": speed} for n, speed in batch_speeds(plan).items()],
         "seconds_per_token": plan.opening_seconds,
         "tokens_per_second": ratio(1, plan.opening_seconds),
     }
@@ -281,7 +269,6 @@ Read per token: {read_bytes:size}, through {streaming.num_slots:slot}
 Disk: {disk_bytes_per_second:GB/s} probed, {queue_depth:read} of {read_size:size} in flight
 Compressed: to {compression.ratio:percent} of the bytes, {compression_in_words}
 Prediction: {tokens_per_second:speed}, from a short probe; up to {likely_seconds:duration} a token are likely
-Batches: sequences that share passes: {batch_speeds} tokens/s, in a context of {context_length} tokens
 First token: predicted for a prompt of {first_tokens}
 Warning: prompts of {long} tokens and more wait over a minute for the first token. {hint}
 KV cache: on disk for {kv.num_on_disk} of {num_kv_layers} layers at {context_length} tokens, \
@@ -317,12 +304,10 @@ def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
     hint = "Hint: raise ram_budget_gb, or set a larger prefill_step_size."
     if long is not None and long * plan.prompt_seconds_per_token >= waits[long] / 2:
         hint = "Computing takes most of it, which no budget shortens. Hint: kv_prefixes keeps computed prompts."
-    speeds = batch_speeds(plan) if plan.weights_seconds > 0 else {}
     return {
         "streamed_layers": _streamed_layers(layout, plan),
         "compression_in_words": plan.compression and compression_in_words(plan.compression),
         "likely_seconds": plan.seconds_range[1],
-        "batch_speeds": ", ".join(f"{number}: {rate(speed)}" for number, speed in speeds.items()),
         "first_tokens": ", ".join(f"{_thousands(n)} tokens {duration(seconds)}" for n, seconds in waits.items()),
         "long": long and _thousands(long),
         "hint": hint,

@@ -223,21 +223,6 @@ class ResidencyPlan:
         is_over = limit is not None and in_memory - self.ledger.others.nbytes(num_tokens) > limit
         return in_memory > free or (self.kv.is_fixed and is_over)
 
-    def tokens_per_second(self, num_sequences: int) -> float | None:
-        """Return the predicted tokens a second of sequences that share passes; None where nothing is known.
-
-        Weights are read once for all of them, and each one computes for itself. Experts, and keys and values on disk,
-        are read for each.
-        """
-        streaming, pool = self.streaming, self.pool
-        more = (num_sequences - 1) * streaming.compute_seconds
-        reading = streaming.read_bytes / self.disk_bytes_per_second if streaming.num_slots > 1 else 0.0
-        hidden = max(0.0, reading - streaming.compute_seconds)
-        seconds = streaming.seconds + max(0.0, more - hidden) + num_sequences * self.kv_seconds
-        if pool is not None:
-            seconds += num_sequences * pool.seconds
-        return num_sequences / seconds if seconds > 0 else None
-
     def prompt_read_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a prompt of so many tokens reads: all streamed weights once a pass."""
         num_passes = self.prompt_passes(num_tokens)
@@ -301,45 +286,32 @@ def step_in_words(step: int, config: FlashConfig) -> str:
 Decision = Literal["batch", "alone", "wait"]
 
 
-def batch_bytes(plan: ResidencyPlan, lengths: Sequence[int]) -> int:
-    """Return the most memory of a batch. Lengths are tokens of each request, prompt and answer."""
-    if not lengths:
-        return 0
-    ledger, num_rows, longest = plan.ledger, len(lengths), stock_capacity(max(lengths))
-    copies = (num_rows - 1) * ledger.cache.largest_row * longest
-    return ledger.in_memory([longest] * (2 * num_rows - 1)) + copies + _call_bytes(ledger, num_rows, max(lengths))
+def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str, may_offload: bool | None = None) -> int:
+    """Return the most memory of requests that are answered together. Lengths are tokens of each, prompt and answer.
 
-
-def rows_bytes(plan: ResidencyPlan, lengths: Sequence[int], *, may_offload: bool) -> int:
-    """Return the most memory of requests that share passes, each with a cache of its own length.
-
-    ``may_offload`` says that keys and values may go to disk.
+    mlx-lm's batches (``"stock"``) pad all of them to the longest. Otherwise they share passes, each with a cache of its
+    own length. ``may_offload`` says that keys and values may go to disk; None is as planned.
     """
     if not lengths:
         return 0
-    ledger, num_others = plan.ledger, len(lengths) - 1
-    nbytes = ledger.in_memory([*map(ledger.capacity, lengths)])
-    if may_offload and ledger.may_offload:
-        others = sum([ledger.others.nbytes(tokens) for tokens in lengths])
-        nbytes = min(nbytes, ledger.on_disk(lengths, ledger.step) + others)
-    return nbytes + _call_bytes(ledger, 1, max(lengths)) + num_others * ledger.waiting(NewTokens(1, 1, 1))
+    ledger, longest, num_others, num_together = plan.ledger, max(lengths), len(lengths) - 1, 1
+    if batching == "stock":
+        capacity, num_together = stock_capacity(longest), len(lengths)
+        nbytes = ledger.in_memory([capacity] * (num_together + num_others))
+        nbytes += num_others * ledger.cache.largest_row * capacity
+    else:
+        nbytes = ledger.in_memory([*map(ledger.capacity, lengths)])
+        if (bool(plan.kv.num_on_disk) if may_offload is None else may_offload) and ledger.may_offload:
+            others = sum([ledger.others.nbytes(tokens) for tokens in lengths])
+            nbytes = min(nbytes, ledger.on_disk(lengths, ledger.step) + others)
+        nbytes += num_others * ledger.waiting(NewTokens(1, 1, 1))
+    return nbytes + ledger.computing(num_together, longest) + ledger.states(ledger.step)
 
 
 def alone_bytes(plan: ResidencyPlan, length: int) -> int:
     """Return the least memory of a request that is in no batch: token by token, with keys and values on disk."""
     ledger = plan.ledger
-    return batch_bytes(plan, [length]) if ledger.options is None else ledger.one_by_one(length, length)
-
-
-def together_bytes(plan: ResidencyPlan, lengths: Sequence[int], batching: str) -> int:
-    """Return the most memory of requests that are answered together."""
-    if batching == "stock":
-        return batch_bytes(plan, lengths)
-    return rows_bytes(plan, lengths, may_offload=bool(plan.kv.num_on_disk))
-
-
-def _call_bytes(ledger: Ledger, num_rows: int, context: int) -> int:
-    return ledger.computing(num_rows, context) + ledger.states(ledger.step)
+    return together_bytes(plan, [length], "stock") if ledger.options is None else ledger.one_by_one(length, length)
 
 
 def decide(

@@ -293,7 +293,6 @@ def test_plan_json(model: Path) -> None:
     assert plan["budget_bytes"] == GB and plan["minimum_bytes"] <= GB
     assert (plan["context_length"], plan["prefill_step_size"], plan["num_layers"]) == (100, 32, 3)
     assert plan["streaming"]["layers"] == [] and plan["streaming"]["read_bytes"] == 0
-    assert plan["batches"] == []  # nothing is read once for all
     assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"])
     assert plan["tokens_per_second"] == pytest.approx(1 / plan["seconds_per_token"])
     on_disk = run_json("plan", "--model", model, "--kv-cache", "disk")  # which needs no context length

@@ -39,7 +39,7 @@ from mlx_flash.errors import BudgetError, CacheError, ReadError
 from mlx_flash.generation import RowGenerator, batches, speculative_generate_step
 from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
-from mlx_flash.residency.plan import rows_bytes
+from mlx_flash.residency.plan import together_bytes
 from models import GEMMA3, LLAMA, MAMBA2, VOCAB_SIZE, same_bits, save, save_initialised, stock
 from oracle import Oracle, free_rows, with_room
 from shared_passes import (
@@ -144,7 +144,7 @@ def test_sequences_that_the_budget_does_not_hold_together_wait(tmp_path: Path) -
         response = mlx_flash.batch_generate(model, TOKENIZER, prompts, max_tokens=3, return_token_ids=True)
         step = model.plan.prefill_step_size
         assert model.has_room([9]) and not model.has_room([9] * 20)
-        rows = rows_bytes(model.plan, [9] * 20, may_offload=True)
+        rows = together_bytes(model.plan, [9] * 20, "exact", may_offload=True)
         assert rows > 1.5 * model.plan.room_bytes > rows / 10
     for tokens, prompt in zip(response.token_ids, prompts, strict=True):
         assert tokens == [token for token, _ in alone(directory, prompt, 3, prefill_step_size=step)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.plan import ResidencyPlan, alone_bytes, batch_bytes, decide, together_bytes
+from mlx_flash.residency.plan import ResidencyPlan, alone_bytes, decide, together_bytes
 from mlx_flash.residency.sizes import ActivationSizes
 from models import GEMMA3, LLAMA, MAMBA2, save
+
+batch_bytes = partial(together_bytes, batching="stock")
 
 
 def filled(entry: object, rows: int, tokens: int) -> object:

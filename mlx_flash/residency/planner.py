@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import tee
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig, Profile
@@ -199,7 +199,6 @@ def cut_heads(heads: Sequence[UnitSize], largest_layer: int, tile_bytes: int, *,
     return Tiles(heads, rows, number, slot_bytes)
 
 
-@lru_cache(1024)  # a search asks for thousands, and layers are alike
 def tile_rows(num_rows: int, row_bytes: int, slot_bytes: int) -> int:
     """Return the rows in one tile of a head with so many: few equal tiles that fit the slot, aligned."""
     most = max(TILE_ROW_MULTIPLE, (slot_bytes - TILE_SLACK_BYTES) // row_bytes)
@@ -230,7 +229,7 @@ def pass_seconds(
 def _unit_times(sizes: ModelSizes, machine: Machine, layers: Streamed, tiles: Tiles) -> list[tuple[float, float]]:
     """Return (seconds to read, seconds to compute) of each unit in calling order."""
     compute, kept, barrier = machine.compute_bytes_per_second, machine.kept_bytes_per_second, machine.barrier_seconds
-    disk = machine.disk.bytes_per_second
+    disk = machine.read_bytes_per_second
     late = 1 / compute - 1 / kept  # what a streamed byte takes longer
     steps = []
     for unit, nbytes in zip(sizes.layers, layers.reads, strict=True):
@@ -302,7 +301,7 @@ def pool_of(machine: Machine, experts: ExpertSizes, num_slots: int) -> Pool:
     read_bytes = round((1 - hit_rate) * experts.token_bytes)
     # Experts in memory compute while the others are read.
     there = hit_rate * experts.token_bytes / machine.kept_bytes_per_second
-    read = read_bytes / machine.disk.bytes_per_second
+    read = read_bytes / machine.read_bytes_per_second
     late = read_bytes / machine.compute_bytes_per_second
     seconds = max(there, read) + late + len(experts.num_experts) * machine.barrier_seconds
     return Pool(num_slots, experts.slot_bytes, sum(experts.num_experts), hit_rate, read_bytes, seconds)
@@ -325,18 +324,10 @@ class Weights:
         finer = enumerate(self.sizes.cuts[1:], 1)
         return (self, *[replace(self, sizes=sizes, cut=i) for i, sizes in finer])
 
-    @cached_property
-    def _kept(self) -> dict[Any, Any]:
-        """Results of the methods below, by what they were asked for: bisections ask for the same often."""
-        return {}
-
     def tiled(self, units: Sequence[UnitSize]) -> Weights:
         """Return the weights in their finest cut, with some linear layers in row tiles."""
-        key, sizes = tuple([unit.name for unit in units]), self.sizes
-        found: Weights | None = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = replace(self, sizes=sizes.tiled(set(key)), cut=len(sizes.finer), is_tiled=True)
-        return found
+        sizes = self.sizes.tiled({unit.name for unit in units})
+        return replace(self, sizes=sizes, cut=len(self.sizes.finer), is_tiled=True)
 
     def candidate(
         self, num_slots: int, target: int, *, whole_layers: bool = True, tile_bytes: int | None = None
@@ -349,11 +340,8 @@ class Weights:
         layers: Streamed | None = sizes.sums.get(key)
         if layers is None:
             layers = sizes.sums[key] = spread(sizes.layers, target, whole_layers)
-        tiles: Tiles | None = self._kept.get((layers.largest, tile_bytes))
-        if tiles is None:
-            heads = () if tile_bytes is None else sizes.all_heads
-            tiles = cut_heads(heads, layers.largest, tile_bytes or 0, is_exact=self.machine.exact_tiles)
-            self._kept[layers.largest, tile_bytes] = tiles
+        heads = () if tile_bytes is None else sizes.all_heads
+        tiles = cut_heads(heads, layers.largest, tile_bytes or 0, is_exact=self.machine.exact_tiles)
         return Candidate(self, num_slots, layers, tiles)
 
     @cached_property
@@ -631,9 +619,6 @@ WORTH_A_SLOT = 0.99
 NEARLY = 1.25
 """Row tiles are tried where other plans take so many times the least that is possible."""
 
-TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
-"""Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
-
 LEAST_TILE_BYTES = 8 << 20
 """Smallest tile of a layer: small reads are slow, and each tile is waited for."""
 
@@ -690,21 +675,15 @@ def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
     if weights.least_bytes > room:
         return
-    tilings: tuple[int | None, ...] = (None,)
-    if heads := weights.sizes.all_heads:  # and the smallest tiles, but for those that give the same as a smaller one
-        whole = max([head.nbytes for head in heads]) if weights.machine.exact_tiles else 0
-        tilings = (None, *{min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
+    tilings = (None, 0) if weights.sizes.all_heads else (None,)
     for num_slots in [weights.num_slots] if weights.num_slots else range(1, MAX_SLOTS + 1):
         has_room = False
         for whole_layers in (False,) if weights.cut else (True, False):
             for tile_bytes in tilings:
                 make = partial(weights.candidate, num_slots, whole_layers=whole_layers, tile_bytes=tile_bytes)
-                found = _most_pinned(make, weights.sizes.layers, room)
-                if found is not None:
+                if (found := _most_pinned(make, weights.sizes.layers, room)) is not None:
                     has_room = True
                     yield found
-                    if tile_bytes and found.num_units and found.tiles.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
-                        break  # the layers' slots are larger anyway
         if not has_room:
             break  # nor for more slots
 
@@ -758,7 +737,7 @@ def _least_seconds(weights: Weights, budget: int) -> float:
     units = [*sizes.layers, *sizes.all_heads]
     read = max(0, sum([unit.nbytes for unit in units]) - (budget - machine.base_bytes))
     computed = sum([unit.computed_bytes for unit in units])
-    trunk = max(computed / machine.kept_bytes_per_second, read / machine.disk.bytes_per_second)
+    trunk = max(computed / machine.kept_bytes_per_second, read / machine.read_bytes_per_second)
     experts = sizes.experts
     if experts is None:
         return trunk
@@ -818,7 +797,7 @@ def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
     lent = max(0, unused - plan.unlent_bytes)
     of_weights = min(lent, streaming.read_bytes)
     read_bytes = streaming.read_bytes - of_weights
-    seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.disk.bytes_per_second)
+    seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.read_bytes_per_second)
     if plan.pool is None or experts is None:
         return seconds
     grows = not machine.has_buffer_cache and not weights.pool_slots  # on GPUs stacks grow, too: not known here
@@ -827,8 +806,8 @@ def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
     pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))
     seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
     seconds += len(experts.num_experts) * machine.barrier_seconds
-    waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.disk.bytes_per_second
-    reading = (read_bytes + pool.read_bytes) / machine.disk.bytes_per_second
+    waiting = UNFORESEEN_SHARE * pool.read_bytes / machine.read_bytes_per_second
+    reading = (read_bytes + pool.read_bytes) / machine.read_bytes_per_second
     return max(seconds + waiting, reading) + pool.read_bytes / machine.compute_bytes_per_second
 
 
@@ -970,6 +949,7 @@ def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: i
         at_hand = (task.tokens(each.reserve) for each in tried)
         tokens = next(each for each in at_hand if each.nbytes <= room - candidate.nbytes)
         chosen = _with_reads(weights, machine, room - tokens.nbytes)
+        chosen = replace(chosen, machine=chosen.machine.beside(budget, chosen.sizes.nbytes))
         for kv_room in (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,):
             each = replace(task, kv_room=kv_room)
             plan = best(each, chosen, each.tokens(tokens.reserve), budget)

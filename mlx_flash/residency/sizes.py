@@ -309,7 +309,7 @@ class ModelSizes:
 
     @cached_property
     def sums(self) -> dict[tuple[int, bool], Any]:
-        """Sums of :meth:`Task.streamed`, which tasks with the same model ask for again."""
+        """Results of ``spread`` by their target: tasks with the same model ask for them again."""
         return {}
 
     @cached_property

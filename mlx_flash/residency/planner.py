@@ -819,9 +819,6 @@ PROFILE_SHARES: dict[Profile, tuple[float, float]] = {
 """The most that each profile takes: this share of the memory that is free, and this share of the machine's. The second
 counts on a machine where little runs yet: what is started later needs room too."""
 
-WORTH_THE_DISK = 0.8
-"""A KV cache that could be in memory is on disk when that brings the predicted time below this share."""
-
 Option = tuple[Weights, Candidate]
 """A way to read the model, layer by layer or expert by expert, and its smallest candidate."""
 
@@ -870,12 +867,12 @@ def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Res
         _, candidate = min(options, key=lambda option: option[1].nbytes)
         raise BudgetError(_too_small(budget, candidate.plan(task, task.tokens(least_reserve(config)))), minimum)
     is_number = isinstance(config.budget_bytes, int)
-    fitting = [each for each in zip(tasks, needs, strict=True) if budget >= (min(each[1]) if is_number else each[1][0])]
-    first = fitting[0][0]  # times decide between places of the KV cache, not the prefill step or the context
-    plans = [_plan(task, options, of_options, budget, first) for task, of_options in fitting]
-    plan, *others = [plan for plan in plans if plan.peak_bytes <= machine.total_memory] or plans
-    enough = WORTH_THE_DISK * plan.seconds
-    plan = min([plan, *(other for other in others if other.seconds < enough)], key=attrgetter("seconds"))
+    for task, of_options in zip(tasks, needs, strict=True):
+        if budget < (min(of_options) if is_number else of_options[0]):
+            continue
+        plan = _plan(task, options, of_options, budget)
+        if plan.peak_bytes <= machine.total_memory:
+            break
     if plan.peak_bytes > machine.total_memory:
         hint = "a smaller context_length or prefill_step_size needs less"
         hint = f"the smallest workable budget is {in_gb(minimum)} GB" if minimum <= machine.total_memory else hint
@@ -931,23 +928,22 @@ def _places_of_kv(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> t
     return (True,)
 
 
-def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: int, like: Task) -> ResidencyPlan:
+def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: int) -> ResidencyPlan:
     """Return the fastest plan for a budget, given the place of the KV cache.
 
     The options have small reads; the task has the machine with those that the disk likes best. ``needs`` are their
-    smallest budgets. The prefill step and context of ``like`` are taken.
+    smallest budgets.
     """
     machine, least = task.machine, task.tokens(least_reserve(task.config))
     smallest_budget = max([need for need in needs if need <= budget])  # of both options, unless the budget is below one
     if budget - smallest_budget >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
         task = replace(task, cache_limit=limit)
-    first, others = tee(reserves(replace(like, cache_limit=task.cache_limit), options[0][0], budget))
+    first, others = tee(reserves(task, options[0][0], budget))
     room = budget - task.process_bytes
-    usable = _usable(options, room - least.nbytes, room - task.tokens(next(first).reserve).nbytes)
+    usable = _usable(options, room - least.nbytes, room - next(first).nbytes)
     plans = []
     for (weights, candidate), tried in zip(usable, tee(others, len(usable)), strict=True):
-        at_hand = (task.tokens(each.reserve) for each in tried)
-        tokens = next(each for each in at_hand if each.nbytes <= room - candidate.nbytes)
+        tokens = next(each for each in tried if each.nbytes <= room - candidate.nbytes)
         chosen = _with_reads(weights, machine, room - tokens.nbytes)
         chosen = replace(chosen, machine=chosen.machine.beside(budget, chosen.sizes.nbytes))
         for kv_room in (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,):

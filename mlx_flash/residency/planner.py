@@ -945,7 +945,8 @@ def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: i
     for (weights, candidate), tried in zip(usable, tee(others, len(usable)), strict=True):
         tokens = next(each for each in tried if each.nbytes <= room - candidate.nbytes)
         chosen = _with_reads(weights, machine, room - tokens.nbytes)
-        chosen = replace(chosen, machine=chosen.machine.beside(budget, chosen.sizes.nbytes))
+        if task.sizes.trunk is None:  # experts are read one by one, at a speed that nobody has probed
+            chosen = replace(chosen, machine=chosen.machine.beside(budget, chosen.sizes.nbytes))
         for kv_room in (int(KV_SHARE * budget), 0) if task.kv_on_disk else (0,):
             each = replace(task, kv_room=kv_room)
             plan = best(each, chosen, each.tokens(tokens.reserve), budget)

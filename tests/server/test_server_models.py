@@ -236,7 +236,8 @@ def test_a_thread_that_loaded_nothing_is_waited_for_to_its_end(monkeypatch: pyte
 
     monkeypatch.setattr(Models, "load", load)
     room = new_room()
-    monkeypatch.setattr(room, "_loaded", SimpleNamespace(put=lambda _: None, get=room._thread.join))
+    put, get = room._loaded.put, room._loaded.get
+    monkeypatch.setattr(room, "_loaded", SimpleNamespace(put=put, get=lambda: room._thread.join() or get()))
     with pytest.raises(CheckpointError, match="no model"):
         room.start()
     assert not Path(f"/proc/self/task/{room._native_id}").exists()

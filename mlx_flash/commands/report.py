@@ -25,7 +25,7 @@ from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import counted, duration, filled, limit, size
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, ResidencyPlan, in_mb
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, PROBE_OPTIMISM, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
 from mlx_flash.telemetry import Facts, Sample, ratio
 
@@ -307,7 +307,7 @@ def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
     return {
         "streamed_layers": _streamed_layers(layout, plan),
         "compression_in_words": plan.compression and compression_in_words(plan.compression),
-        "likely_seconds": plan.seconds_range[1],
+        "likely_seconds": PROBE_OPTIMISM * plan.opening_seconds,
         "first_tokens": ", ".join(f"{_thousands(n)} tokens {duration(seconds)}" for n, seconds in waits.items()),
         "long": long and _thousands(long),
         "hint": hint,

@@ -46,9 +46,9 @@ class CacheSizes:
         return self.constant_bytes + self.token_bytes * num_tokens
 
     @property
-    def grows_in_memory(self) -> bool:
-        """True if a cache without a window is in no :attr:`rows`."""
-        return self.token_bytes > sum(self.rows) + sum(row for row, _ in self.windows)
+    def growing(self) -> int:
+        """What a token adds to caches without a window that are in no :attr:`rows`."""
+        return self.token_bytes - sum(self.rows) - sum(row for row, _ in self.windows)
 
     def states_bytes(self, num_new: int, num_tokens: int) -> int:
         """Return the size of windows and states with so many tokens, the newest of which came in one call."""
@@ -58,10 +58,9 @@ class CacheSizes:
     def others_bytes(self, num_tokens: int) -> int:
         """Return the size of the caches that are in no :attr:`rows`, while one token after another comes."""
         windows = [row * min(num_tokens, length + CACHE_STEP) for row, length in self.windows]
-        growing = self.token_bytes - sum(self.rows) - sum(row for row, _ in self.windows)
         room = num_tokens + CACHE_STEP
-        copied = max([*windows, self.largest_row * room if growing else 0])
-        return self.constant_bytes + growing * room + sum(windows) + copied + self.call_bytes
+        copied = max([*windows, self.largest_row * room if self.growing else 0])
+        return self.constant_bytes + self.growing * room + sum(windows) + copied + self.call_bytes
 
 
 def add_sizes(sizes: Sequence[CacheSizes]) -> CacheSizes:

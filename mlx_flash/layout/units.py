@@ -53,11 +53,12 @@ def make_layout(loaded: LoadedModel) -> ModelLayout:
     """Find the units of a model and the source of each of its parameters. Reads no weights."""
     layers_of_model = layers_of(loaded.called)
     tree = _Tree(loaded)
-    roots = tree.names_of(layers_of_model)
+    roots = [tree.names[id(layer)] for layer in layers_of_model if id(layer) in tree.names]
     layers = [unit for root in roots for unit in tree.cover(root)]
-    outside = tree.names_outside([*roots, *tree.tower_names(loaded)])
-    towers = [unit for name in tree.tower_names(loaded) for unit in tree.towers(name)]
-    apart = [tree.whole(name) for name in outside]
+    tower_names = tree.tower_names(loaded)
+    towers = [unit for name in tower_names for unit in tree.towers(name)]
+    inner = {*roots, *tower_names}
+    apart = [tree.whole(name) for name in tree.modules if inner.isdisjoint([name, *tree.above[name]])]
     heads = [unit for unit in apart if is_linear(unit.module) and tree.is_covered(unit)]
     embeddings = [unit for unit in apart if is_embedding(unit.module) and tree.is_enclosed(unit)]
     units = [unit for unit in [*layers, *heads, *embeddings, *towers] if unit.large]
@@ -100,8 +101,8 @@ class _Tree:
 
     def __init__(self, loaded: LoadedModel) -> None:
         named, sources = loaded.model.named_modules(), loaded.sources
-        self._names = {id(module): name for name, module in reversed(named)}
-        self.modules = {name: module for name, module in named if self._names[id(module)] == name}
+        self.names = {id(module): name for name, module in reversed(named)}
+        self.modules = {name: module for name, module in named if self.names[id(module)] == name}
         self.parameters = [
             Parameter(name, container, key, array, array.nbytes, sources.get(id(array), ()))
             for name, container, key, array in iter_parameters(loaded.model)
@@ -109,18 +110,18 @@ class _Tree:
         self._below: dict[str, list[Parameter]] = {name: [] for name in self.modules}
         self._children: dict[str, list[str]] = {name: [] for name in self.modules}
         self._large: set[int] | None = None  # parameters of the layers that are large, once these are cut
-        self._above: dict[str, tuple[str, ...]] = {"": ()}  # of each module, those that it is in, the innermost first
+        self.above: dict[str, tuple[str, ...]] = {"": ()}  # of each module, those that it is in, the innermost first
         for name in self.modules:
             if outer := name:
                 while (outer := outer.rpartition(".")[0]) not in self.modules:
                     pass
-                self._above[name] = outer, *self._above[outer]
+                self.above[name] = outer, *self.above[outer]
                 self._children[outer].append(name)
         for parameter in self.parameters:
             outer = parameter.name
             while (outer := outer.rpartition(".")[0]) not in self.modules:
                 pass
-            for ancestor in (outer, *self._above[outer]):
+            for ancestor in (outer, *self.above[outer]):
                 self._below[ancestor].append(parameter)
         self.trace = rehearse(loaded.called, self.parameters, loaded.make_cache)
 
@@ -129,30 +130,21 @@ class _Tree:
         found = Counter[str]()
         for name, module in self.modules.items():
             if nbytes := self.trace.widened.get(id(module)):
-                found[next((outer for outer in (name, *self._above[name]) if outer in layers), name)] += nbytes
+                found[next((outer for outer in (name, *self.above[name]) if outer in layers), name)] += nbytes
         return max(found.values(), default=0)
-
-    def names_of(self, modules: list[nn.Module]) -> list[str]:
-        """Names of those modules that can be found in the tree."""
-        return [self._names[id(module)] for module in modules if id(module) in self._names]
-
-    def names_outside(self, names: list[str]) -> list[str]:
-        """Names of all modules except some, and except those inside them."""
-        found = set(names)
-        return [name for name in self.modules if name not in found and found.isdisjoint(self._above[name])]
 
     def tower_names(self, loaded: LoadedModel) -> list[str]:
         """Names of the parts beside the one that is called with tokens."""
-        called = self._names[id(loaded.called)]
-        on_the_way = {called, *self._above[called]}
+        called = self.names[id(loaded.called)]
+        on_the_way = {called, *self.above[called]}
         return [
-            name for name in self.modules if name not in on_the_way and self._above[name][0] in on_the_way - {called}
+            name for name in self.modules if name not in on_the_way and self.above[name][0] in on_the_way - {called}
         ]
 
     def towers(self, name: str) -> list[Unit]:
         """The layers in a part beside the language model, and what is left of it, as units."""
         inner = [self.whole(child) for child in self.modules if _is_inside(child, name) and _LAYER.search(child)]
-        layers = [unit for unit in inner if not any(_LAYER.search(above) for above in self._above[unit.name])]
+        layers = [unit for unit in inner if not any(_LAYER.search(above) for above in self.above[unit.name])]
         taken = {id(parameter) for unit in layers for parameter in [*unit.large, *unit.small]}
         whole = self.whole(name)
         rest = [parameter for parameter in whole.large if id(parameter) not in taken]

@@ -367,7 +367,7 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     where a setting limits the context or the KV cache, and where caches that grow cannot be on disk.
     """
     is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
-    if is_limited or config.kv_cache == "stock" or sizes.cache.grows_in_memory:
+    if is_limited or config.kv_cache == "stock" or sizes.cache.growing > 0:
         return 0
     ledger, logits = ledger_of(sizes, config, 0), PROMISED_LOGITS * sizes.activations.returned_per_token
     long, short = (

@@ -29,7 +29,7 @@ DEFAULT_PREFILL_STEP_SIZE = 2048
 """mlx-lm's own. Its name for it is newer than the oldest mlx-lm supported."""
 
 PROBE_OPTIMISM = 3.0
-"""A pass may take so many times what a short probe makes of it."""
+"""A pass may take so many times what a short probe makes of it, which sees disk and processor at their best."""
 
 PREFILL_STEPS = (DEFAULT_PREFILL_STEP_SIZE, 1024, 512, 256, 128, 64, 32, 16)
 
@@ -185,11 +185,6 @@ class ResidencyPlan:
         """Predicted time of that pass, in a context of the planned length."""
         return self.weights_seconds - self.lent_seconds + self.kv_seconds
 
-    @property
-    def seconds_range(self) -> tuple[float, float]:
-        """Predicted time at the beginning, from and to: a short probe sees the disk and the processor at their best."""
-        return self.opening_seconds, PROBE_OPTIMISM * self.opening_seconds
-
     def seconds_to_first_token(self, num_tokens: int) -> float:
         """Return the predicted time from a prompt to its first token, with no token found in a cache."""
         num_passes = self.prompt_passes(num_tokens)
@@ -212,16 +207,12 @@ class ResidencyPlan:
             return num_parts
         free = self.room_bytes - self.activation_bytes
         together = ledger.parts_together(free - self.cache.nbytes(num_tokens), num_tokens)
-        if ledger.shares_on_disk and self._goes_to_disk(num_tokens, free):
+        in_memory, limit = ledger.of_a_sequence(num_tokens), self.kv.limit
+        is_over = limit is not None and in_memory - ledger.others.nbytes(num_tokens) > limit
+        if ledger.shares_on_disk and (in_memory > free or (self.kv.is_fixed and is_over)):
             room = free - ledger.on_disk([num_tokens], ledger.step, num_slots=1) - ledger.others.nbytes(num_tokens)
             together = max(together, ledger.parts_together(room, num_tokens, on_disk=True))
         return -(-num_parts // together)
-
-    def _goes_to_disk(self, num_tokens: int, free: int) -> bool:
-        """Return whether keys and values of a prompt go to disk, with ``free`` bytes for them in memory."""
-        in_memory, limit = self.ledger.of_a_sequence(num_tokens), self.kv.limit
-        is_over = limit is not None and in_memory - self.ledger.others.nbytes(num_tokens) > limit
-        return in_memory > free or (self.kv.is_fixed and is_over)
 
     def prompt_read_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a prompt of so many tokens reads: all streamed weights once a pass."""

@@ -526,7 +526,9 @@ def reserves(task: Task, weights: Weights, budget: int) -> Iterator[Tokens]:
             is_more = context > least.reserve.context_length or tokens.reserve.prefill_step_size > LEAST_STEP
             if is_tight and is_more and tokens.nbytes > least.nbytes:
                 continue  # a slot more brings more
-            is_modest = config.prefill_step_size or _by_step(task, tokens) <= ACTIVATION_SHARE * budget
+            by_step = tokens.activation_bytes - task.sizes.activations.per_call  # what a smaller step would lower
+            by_step += task.sizes.cache.call_bytes * tokens.reserve.prefill_step_size
+            is_modest = config.prefill_step_size or by_step <= ACTIVATION_SHARE * budget
             if is_modest and _read_bytes(weights, room - tokens.nbytes) <= most_read:
                 good.append(tokens)
         if len(good) > 1 and config.lend_reserves and weights.sizes.experts is None:
@@ -586,13 +588,6 @@ def _prompt_passes(room: int, taken: Sequence[int], tokens: Tokens) -> float:
     room -= tokens.nbytes
     room -= next((nbytes for nbytes in taken if nbytes <= room), room)
     return -(-num_parts // tokens.ledger.parts_together(room, context))
-
-
-def _by_step(task: Task, tokens: Tokens) -> int:
-    """Return the bytes of activations that a smaller prefill step would lower."""
-    sizes = task.sizes
-    states = sizes.cache.call_bytes * tokens.reserve.prefill_step_size
-    return tokens.activation_bytes - sizes.activations.per_call + states
 
 
 def _read_bytes(weights: Weights, room: int) -> float:

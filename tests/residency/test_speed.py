@@ -92,8 +92,6 @@ def test_disk_at_half_or_twice_its_probed_speed_is_probed_again(
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 2])
 def test_time_to_first_token_is_at_least_that_of_reading_and_of_computing(share: float) -> None:
     plan = replace(plan_of(share=share), prompt_seconds_per_token=0.2)
-    low, high = plan.seconds_range
-    assert high > 2 * low
     for num_tokens in (1, 64, 65, 1315):
         passes = plan.prompt_passes(num_tokens)
         assert 1 <= passes <= -(-num_tokens // plan.prefill_step_size)

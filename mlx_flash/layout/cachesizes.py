@@ -47,7 +47,7 @@ class CacheSizes:
 
     @property
     def growing(self) -> int:
-        """What a token adds to caches without a window that are in no :attr:`rows`."""
+        """Growth by each token of caches without a window that are in no :attr:`rows`."""
         return self.token_bytes - sum(self.rows) - sum(row for row, _ in self.windows)
 
     def states_bytes(self, num_new: int, num_tokens: int) -> int:

@@ -33,6 +33,7 @@ from mlx.utils import tree_map
 
 from mlx_flash.compat.arrays import random_key, set_random_key
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError, FlashError, PeerError, StreamedWeightsError
+from mlx_flash.files import PrivateFolder
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
@@ -40,7 +41,6 @@ from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
 from mlx_flash.layout.trace import zeros_like
-from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.safetensors import Checkpoint, read_shard
 
 TICK_SECONDS = 1.0

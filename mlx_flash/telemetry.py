@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from mlx_flash.files import read_json_object, write_atomically
+from mlx_flash.files import SESSIONS, PrivateFolder, is_held, read_json_object, remove_orphans, write_atomically
 from mlx_flash.logs import log
-from mlx_flash.sessions import SESSIONS, PrivateFolder, is_held, remove_orphans
 
 _SHORTEST = 1e-6
 """Shorter times give no rate."""

@@ -20,6 +20,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     HeldLock,
+    PrivateFolder,
     atomic_file,
     check_regular,
     open_regular,
@@ -29,7 +30,6 @@ from mlx_flash.files import (
     write_atomically,
 )
 from mlx_flash.forks import wait_for_finalizers
-from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.probe import temporary_file
 from models import LLAMA, save
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from children import ROOT
-from mlx_flash.files import HeldLock
+from mlx_flash.files import HeldLock, PrivateFolder
 from mlx_flash.forks import finalize, joined_to_the_end, wait_for_finalizers
-from mlx_flash.sessions import PrivateFolder
 
 
 class Owner:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mlx_flash"
 FLOORS = [
     ["errors", "forks", "logs", "version"],
     ["compat", "files", "folders"],
-    ["config", "enginethread", "memory", "sessions"],
+    ["config", "enginethread", "memory"],
     ["storage", "telemetry"],
     ["layout"],
     ["convert", "kv", "ranks"],

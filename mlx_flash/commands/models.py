@@ -28,7 +28,7 @@ from mlx_flash.convert import derived
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
-from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_unheld
+from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_orphans, remove_unheld
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import sessions_directory
 from mlx_flash.layout import hub
@@ -50,7 +50,6 @@ from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
 from mlx_flash.residency.sizes import RESULTS as ATTENTION
 from mlx_flash.residency.sizes import expected_hits
-from mlx_flash.sessions import remove_orphans
 from mlx_flash.storage.probe import PROFILES, sample_in
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, weight_files
 from mlx_flash.storage.selftest import RESULTS as SELF_TESTS

@@ -28,6 +28,7 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import FileChangedError
 from mlx_flash.experts.pool import ABSENT
+from mlx_flash.files import PrivateFolder
 from mlx_flash.folders import cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
@@ -37,7 +38,6 @@ from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import available_memory
 from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.ranges import Buffer, read_pieces
 from mlx_flash.storage.safetensors import TensorRecord, identity_of, read_checkpoint

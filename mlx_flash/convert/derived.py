@@ -32,6 +32,7 @@ from mlx_flash.files import (
     HeldLock,
     free_bytes,
     free_floor,
+    is_held,
     make_private,
     read_json_object,
     remove_unheld,
@@ -42,7 +43,6 @@ from mlx_flash.forks import finalize
 from mlx_flash.layout.load import LoadedModel, fingerprint_of, iter_parameters, model_name, reads_explained, state_of
 from mlx_flash.layout.parts import bind
 from mlx_flash.logs import log
-from mlx_flash.sessions import is_held
 from mlx_flash.storage.safetensors import Checkpoint, TensorRecord
 
 _DTYPES = {

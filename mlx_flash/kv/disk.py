@@ -21,13 +21,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mlx_flash.errors import WriteError
-from mlx_flash.files import close_all, free_bytes, write_at
+from mlx_flash.files import PrivateFolder, close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, runs, segments
 from mlx_flash.layout.reachable import Opaque
-from mlx_flash.sessions import PrivateFolder
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Arrival, SourceFile
 from mlx_flash.storage.safetensors import identity_of

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import TruncatedFileError, WriteError
+from mlx_flash.files import PrivateFolder
 from mlx_flash.kv.disk import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
@@ -28,7 +29,6 @@ from mlx_flash.kv.pages import CHUNK_TOKENS, Component, RowLayout, segments
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.sessions import PrivateFolder
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
 NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)

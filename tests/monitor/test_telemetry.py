@@ -21,7 +21,7 @@ import pytest
 
 from children import ROOT
 from mlx_flash import telemetry
-from mlx_flash.sessions import PrivateFolder
+from mlx_flash.files import PrivateFolder
 from mlx_flash.telemetry import HEARTBEAT_SECONDS, SCHEMA, Publisher, find, folders
 from waiting import eventually
 

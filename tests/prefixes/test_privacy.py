@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlx_flash import cli
-from mlx_flash.files import make_private
+from mlx_flash.files import PrivateFolder, make_private
 from mlx_flash.kv.disk import sessions_directory
-from mlx_flash.sessions import PrivateFolder
 from writers import WRITERS, Pack, TinyModels, Writer, make_source
 
 

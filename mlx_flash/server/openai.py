@@ -46,10 +46,6 @@ def _several(given: Any) -> Any:
     return [given] if is_one else given
 
 
-def _without_empty(texts: list[str]) -> list[str]:
-    return [text for text in texts if text]
-
-
 Name = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f]+$")]
 ModelName = Annotated[Name, BeforeValidator(lambda name: name or "default_model")]
 """The name of a model; none, or an empty one, is the default model's."""
@@ -66,7 +62,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(0, number))]
 Seed = Annotated[int, Field(ge=-1, lt=2**63)]
 NumLikeliest = Annotated[int, Field(ge=0, le=20)]
-Stop = Annotated[Many[StopText], Field(max_length=64), BeforeValidator(_several), AfterValidator(_without_empty)]
+Stop = Annotated[Many[StopText], Field(max_length=64), BeforeValidator(_several)]
 Recent = Annotated[int, Field(ge=1, le=1_000_000)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/@+-]{1,256}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -70,11 +70,14 @@ def _tool_call(call: dict[str, Any]) -> ToolCall:
 
 
 class StopTexts:
-    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks."""
+    """Finds the first text that ends an answer, in text that comes in pieces, as mlx-lm finds marks.
+
+    Empty texts end none.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        ends: dict[str, list[Any]] = {text: [] for text in texts}
-        self._state = TextStateMachine({"": [(text, text) for text in texts], **ends}).make_state("")
+        ends: dict[str, list[Any]] = {text: [] for text in texts if text}
+        self._state = TextStateMachine({"": [(text, text) for text in ends], **ends}).make_state("")
         self.found: str | None = None
 
     def add(self, text: str) -> str:

@@ -115,7 +115,7 @@ def test_stop_texts_end_the_answer_wherever_tokens_end(server: Live) -> None:
     whole = server.say("Go on", max_tokens=20)
     start = next(i for i in range(2, len(whole)) if "\ufffd" not in whole[i : i + 3])
     stop = whole[start : start + 3]
-    body = {"messages": messages("Go on"), "max_tokens": 20, "stop": [stop, "never"]}
+    body = {"messages": messages("Go on"), "max_tokens": 20, "stop": ["", stop, "never"]}
     _, reply = server.post(CHAT, body)
     assert reply["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
     assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] < 20

@@ -101,7 +101,9 @@ class PooledCache:
     shortened: tuple[int, int]
 
     def offload(self) -> None:
-        """Go to disk: page by page, or with the first tokens if there are none. Raises: WriteError."""
+        """Go to disk: page by page, or with the first tokens if there are none. Idempotent. Raises: WriteError."""
+        if self.is_on_disk:
+            return
         held, step, arrays = vars(self), self.pool.options.step, buffers_of(self)
         disk = DiskRows(self.pool.files.new_file)
         if arrays:

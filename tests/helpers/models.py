@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
 import json
@@ -140,6 +141,13 @@ def script(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
+
+
+def load_benchmark(name: str) -> Any:
+    """Import a module of ``benchmarks/``, whose modules import each other by their plain names."""
+    if (folder := str(ROOT / "benchmarks")) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def make_random_model(directory: Path, *arguments: str) -> Path:

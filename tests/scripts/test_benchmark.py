@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmark_modules import ROOT, load_benchmark
-from models import LLAMA, make_random_model
+from children import ROOT
+from models import LLAMA, load_benchmark, make_random_model
 from saved_models import model_fixture
 
 SMALL_MACHINE = ROOT / "scripts" / "small_machine"

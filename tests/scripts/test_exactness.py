@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmark_modules import ROOT, load_benchmark
+from children import ROOT
 from mlx_flash import remove_flash_patch
+from models import load_benchmark
 
 exactness = load_benchmark("exactness")
 

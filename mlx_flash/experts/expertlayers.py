@@ -176,7 +176,7 @@ class Lookahead:
                 swap_class(after.gate, _Gate, self._states[layer + 1])
 
     def guess(self, layer: int, *, is_early: bool) -> Guess | None:
-        """Return what a stack's router would choose if the layers in between changed nothing.
+        """Return what a stack's router would choose if the layers in between changed nothing; None if none is needed.
 
         Early guesses are from the residual before the experts of the previous stack, others from that after them.
         """
@@ -187,7 +187,7 @@ class Lookahead:
         if residual is None or layer == len(self._stacks):
             return None
         state = self._states[layer]
-        if state.route is None:
+        if state.route is None or ABSENT not in self._pool.slot_of[layer]:  # nothing could be read
             return None
         norm, block = state.route
         self._stream.is_guessing = state.is_asked = True
@@ -369,7 +369,9 @@ class Experts:
         the indices, goes on with what is evaluated with them, and gets the pairs of the rows.
         """
         indices, ready = known[0], self.pool.ready(layer)
-        if guess is None or guess[0].size != indices.size:
+        if ABSENT not in ready:
+            num_late = 0
+        elif guess is None or guess[0].size != indices.size:
             num_late = int(indices.size * self._late_share)
         else:
             num_late = ready[np.array(guess[0])].ravel().tolist().count(ABSENT)

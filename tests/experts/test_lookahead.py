@@ -17,6 +17,7 @@ import zoo
 from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate, ranks_of
+from mlx_flash.experts.pool import ABSENT
 from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
@@ -132,6 +133,22 @@ def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeyp
         assert after.num_predicted - stats.num_predicted == after.num_predicted_right - stats.num_predicted_right > 20
         assert after.num_evicted > stats.num_evicted
         assert sum(rows) == 60 * 2 * 2  # tokens, stacks but the first, which is not guessed, and experts
+
+
+def test_nothing_is_guessed_once_all_experts_are_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guesses: list[int] = []
+    real = Lookahead.read
+    monkeypatch.setattr(Lookahead, "read", lambda *args, **how: (guesses.append(args[1]), real(*args, **how))[1])
+    with with_pool(tiny, 48) as model:
+        expected = run(stock(tiny), TOKENS)
+        assert same_bits(run(model, TOKENS), expected)
+        pool = pool_of(model)
+        for layer, table in enumerate(pool.slot_of):  # what no token has needed
+            pool.wait(layer, pool.request(layer, np.flatnonzero(table == ABSENT).tolist()))
+        assert guesses and pool.num_resident == 48
+        guesses.clear()
+        assert same_bits(run(model, TOKENS), expected)
+        assert not guesses and pool.stats.num_evicted == 0
 
 
 def test_bad_predictions_are_not_read(tiny: Path) -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -279,10 +282,12 @@ class _Trial:
 
     leaves: set[int]
     layers: set[int]
-    before: int = 0
     cache: list[Any] = field(default_factory=list)
+    is_measured: bool = False
+    caller: FrameType | None = None
+    before: int = 0
     found: dict[int, int] = field(default_factory=dict)
-    has_keys: bool = False  # a layer is given keys and values of another one
+    has_keys: bool = False  # whoever calls a layer holds keys and values
 
     def start(self, loaded: LoadedModel) -> list[Any]:
         """Return a new prompt cache."""
@@ -298,15 +303,16 @@ class _Waiting(SwappedClass):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trial: _Trial = self._flash_state
-        given = list(_arrays([*args, *kwargs.values()]))
-        if id(self) in trial.layers:
-            trial.has_keys |= not {*map(id, given)}.isdisjoint(map(id, arrays_in(trial.cache)))
+        call = partial(own_class(cast(nn.Module, self)).__call__, self)
+        if trial.is_measured:
+            trial.has_keys |= id(self) in trial.layers and _holds_keys(trial.cache, trial.caller)
+            return call(*args, **kwargs)
         mx.eval(arrays_in(args, kwargs))
         mx.synchronize()
         held = int(mx.get_active_memory()) - trial.before - nbytes_in(trial.cache)
-        least = nbytes_in(given)  # another thread may have freed memory meanwhile
+        least = nbytes_in(list(_arrays([*args, *kwargs.values()])))  # another thread may have freed memory meanwhile
         trial.found[id(self)] = max(held, least, trial.found.get(id(self), 0))
-        result = own_class(cast(nn.Module, self)).__call__(self, *args, **kwargs)
+        result = call(*args, **kwargs)
         if id(self) in trial.leaves:
             result = tree_map(lambda value: mx.zeros_like(value) if isinstance(value, mx.array) else value, result)
             mx.eval(arrays_in(result))
@@ -322,6 +328,16 @@ def _arrays(values: Iterable[Any]) -> Iterator[mx.array]:
             yield from _arrays(value)
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             yield from _arrays(value.values())
+
+
+def _holds_keys(cache: Sequence[Any], caller: FrameType | None) -> bool:
+    """Return whether a function that is running, up to a caller of the model, refers to keys or values of a cache."""
+    cached, frame = {id(array) for array in arrays_in(cache)}, sys._getframe(2)
+    while frame is not caller:
+        if any(id(array) in cached for array in _arrays(frame.f_locals.values())):
+            return True
+        frame = cast(FrameType, frame.f_back)
+    return False
 
 
 def measure_held(loaded: LoadedModel, layout: ModelLayout, parameters: Sequence[Parameter]) -> Held:
@@ -370,7 +386,11 @@ def _try(
             mx.synchronize()
             trial.before = int(mx.get_active_memory())
             loaded.called(tokens, cache=trial.start(loaded))
+            trial.is_measured = True  # looking at a function's variables keeps some of them
+            trial.caller = sys._getframe()
+            loaded.called(tokens, cache=trial.start(loaded))
         finally:
+            trial.caller = None
             for module in modules.values():
                 restore_class(module)
     return trial

@@ -269,6 +269,11 @@ def test_pending_computations_keep_their_slot_contents(options: Callable[..., KV
         for index, caches in enumerate(zip(mine, theirs, strict=True)):
             rows = rows_of(7 * seed + index, 1, mx.float16), rows_of(70 * seed + index, 1, mx.float16)
             pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
+    for seed in range(3):  # one layer stays in its slot, where other tokens come in the place of some
+        rows = rows_of(400 + seed, 25, mx.float16), rows_of(500 + seed, 25, mx.float16)
+        for caches in zip(mine[:1], theirs, strict=False):
+            assert len({cache.trim(20) for cache in caches}) == 1
+            pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
     assert any(slot.num_moved for slot in mine[0].pool.ring.slots)
     assert all(equal(found, expected) for found, expected in pending)
 

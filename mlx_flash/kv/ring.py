@@ -192,12 +192,8 @@ class SlotRing:
         end = disk.length + fresh[0].shape[1]
         slot = self._filled_slot(disk, end)
         slot.write(disk.layout, fresh, disk.length)
-        try:
-            disk.append(fresh)
-        except BaseException:
-            slot.clear()
-            raise
-        slot.tokens = end
+        disk.append(fresh)
+        slot.tokens = end  # those behind them mean nothing after an error
         return self._hand_out(disk, slot, fresh[0].shape[1])
 
     def fetch(self, disk: DiskRows) -> list[mx.array]:

@@ -349,6 +349,13 @@ def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions
     assert pool.note().read_bytes == before
 
 
+def test_a_merged_cache_is_read_from_disk_once(options: Callable[..., KVOptions]) -> None:
+    mine, theirs = filled(options(step=16), (100,), 1)
+    offload_all(mine[0].pool)
+    assert equal(mine[0].merge(mine).state[:2], theirs[0].merge(theirs).state[:2])
+    assert mine[0].pool.ring.num_fetched == 1
+
+
 def test_restored_rows_on_disk_are_read_when_they_are_used(options: Callable[..., KVOptions]) -> None:
     """Page by page, each layer was read again for each of its pages."""
     mine, theirs = filled(options(step=16), (40,), 3)

@@ -614,6 +614,9 @@ WORTH_A_SLOT = 0.99
 NEARLY = 1.25
 """Row tiles are tried where other plans take so many times the least that is possible."""
 
+TILE_BYTES = (32 << 20, 8 << 20, 2 << 20, 0)
+"""Smallest tiles of a streamed head to try: small ones leave memory, but each is waited for."""
+
 LEAST_TILE_BYTES = 8 << 20
 """Smallest tile of a layer: small reads are slow, and each tile is waited for."""
 
@@ -670,7 +673,10 @@ def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
     """Yield the most pinned for each number of slots, of whole layers or tensors, beside heads in tiles or pinned."""
     if weights.least_bytes > room:
         return
-    tilings = (None, 0) if weights.sizes.all_heads else (None,)
+    tilings: tuple[int | None, ...] = (None,)
+    if heads := weights.sizes.all_heads:  # and the smallest tiles, but for those that give the same as a smaller one
+        whole = max([head.nbytes for head in heads]) if weights.machine.exact_tiles else 0
+        tilings = (None, *{min(tile_bytes, whole): tile_bytes for tile_bytes in TILE_BYTES}.values())
     for num_slots in [weights.num_slots] if weights.num_slots else range(1, MAX_SLOTS + 1):
         has_room = False
         for whole_layers in (False,) if weights.cut else (True, False):
@@ -679,6 +685,8 @@ def _candidates_of_cut(weights: Weights, room: int) -> Iterator[Candidate]:
                 if (found := _most_pinned(make, weights.sizes.layers, room)) is not None:
                     has_room = True
                     yield found
+                    if tile_bytes and found.num_units and found.tiles.slot_bytes > tile_bytes + TILE_SLACK_BYTES:
+                        break  # the layers' slots are larger anyway
         if not has_room:
             break  # nor for more slots
 

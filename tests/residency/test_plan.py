@@ -441,8 +441,13 @@ many_alike = st.builds(
 dense = st.builds(make_model, many_alike, st.sampled_from([None, (32_000, 4096), (151_936, 2048)]), tied=st.booleans())
 
 
+SMALL_UNITS = make_model([(70_000, 70_000, 8_000_000)] * 2)
+"""Once its layers are in memory, only tiles of the head decide on the size of a slot, and each is waited for."""
+
+
 @some(40)
 @given(dense | mixtures(), machines, many_shares)
+@example(SMALL_UNITS, make_machine(compute_bytes_per_second=1e9, barrier_seconds=5e-4), [0.0, 0.0625, 0.125, 0.25, 1.0])
 def test_more_memory_is_not_slower(sizes: ModelSizes, machine: Machine, shares: Sequence[float]) -> None:
     """What is set aside for tokens is fixed here: left open, it grows with the budget, and may leave weights less.
 

@@ -77,9 +77,6 @@ class CachedShare:
 DEFAULT_READ_SIZE = 4 << 20
 DEFAULT_QUEUE_DEPTH = 4
 
-LEAST_COPIED = 1 << 20
-"""Bytes of a task whose copies a driver makes, if there are so many: each ends with a wait for them."""
-
 LOAD_READ_SIZE = 16 << 20
 """Reads of what stays in memory, where it needs no bounce buffer: fewer reads take less of the processor."""
 
@@ -300,16 +297,18 @@ class BackgroundPrefetcher:
     def _tasks(self, segments: Sequence[Segment], caching: Caching) -> Iterator[_Task]:
         """Yield what each task reads. Small parts share one unless they are kept, since handing over costs time.
 
-        A task has at most ``read_size`` bytes, and few enough that all threads get work. Parts of what stays in memory
-        are larger.
+        A task has at most ``read_size`` bytes. It has few enough that all threads get work, unless a driver copies:
+        that ends with a wait for each task, and threads then wait for Python's lock more than for bytes. Parts of what
+        stays in memory are larger.
         """
         read_size, is_kept = self.read_size, caching == "kept"
         if is_kept and self._ranges.has_driver:  # what lies between rows of a table has no place in a bounce buffer
             pieces = [(segment.path, piece) for segment in segments for piece in segment.pieces]
             segments = [Segment(path, piece.offset, piece.nbytes, None, (piece,)) for path, piece in pieces]
             is_kept = False
-        share = -(-sum([segment.nbytes for segment in segments]) // self.queue_depth)
-        share = min(read_size, max(share, LEAST_COPIED if self._ranges.has_driver else 0))
+        share = read_size
+        if not self._ranges.has_driver:
+            share = min(share, -(-sum([segment.nbytes for segment in segments]) // self.queue_depth))
         task: list[Part] = []
         at = 0
         for segment in segments:

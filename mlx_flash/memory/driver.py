@@ -185,7 +185,7 @@ def _used_of_pool() -> int | None:
 def load_driver() -> Any:
     """Return CUDA's driver, whose functions return 0 for success. Raises: DriverError."""
     try:
-        driver = ctypes.CDLL(_LIBRARY)
+        driver: Any = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise DriverError(str(error)) from error
     # It only queues a copy. Whoever gave Python's lock back for that would wait for it, once for each tensor.

@@ -24,6 +24,7 @@ from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+from mlx_flash.telemetry import ratio
 
 PREFILL_STEP = PREFILL_STEPS[-1]
 """The step that fits every budget. All runs use it, because another step may give other bits."""
@@ -97,7 +98,7 @@ def _streamed_run(job: Job) -> Run:
     with model:
         run = _decode(model, job, lambda: _counters(model))
         run |= {"load_seconds": loaded, "peak_bytes": peak_footprint(), **asdict(job)}
-        predicted = 1 / model.plan.seconds if job.batch == 1 else None
+        predicted = ratio(1, model.plan.seconds) if job.batch == 1 else None
         run |= {"budget_bytes": model.plan.budget_bytes, "predicted_tokens_per_second": predicted}
         return run | {"plan": _plan_summary(model.plan)}
 

@@ -241,7 +241,7 @@ PROMPT_TOKENS = 2_000
 BUDGETS = {
     "budget GB": "{budget_bytes:billions}",
     "peak GB": "{peak_bytes:billions}",
-    "read per token": "{read_bytes:read}",
+    "read per token": "{read_bytes:bytes}",
     "tokens/s": "{tokens_per_second:rate}",
     f"first of {PROMPT_TOKENS}": "{seconds_to_first_token:duration}",
     "context": "{longest_context:whole}",

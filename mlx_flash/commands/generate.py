@@ -73,15 +73,15 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
 @contextlib.contextmanager
 def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
     """Yield the answer to a prompt, as mlx-lm generates it, and its recorder."""
-    if args.draft_model is not None:
-        args.draft_model = find_modelfile(args.draft_model).base
-        ask_to_download(args.draft_model, args)
-        fetched(args.draft_model)
     if args.prompt_cache_file is not None:
         raise ConfigError(
             f"--prompt-cache-file {args.prompt_cache_file}: only mlx-lm's own program reads such files. "
             "Hint: mlx-flash exec -- mlx_lm.generate streams with it; kv_prefixes keeps computed prompts by itself."
         )
+    if args.draft_model is not None:
+        args.draft_model = find_modelfile(args.draft_model).base
+        ask_to_download(args.draft_model, args)
+        fetched(args.draft_model)
     tokenizer = load_tokenizer(path, args, make_config(args))
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)

@@ -414,7 +414,7 @@ def _about(known: Known) -> Json:
 
 def _shown(model: Json) -> Json:
     """Return a model for the table."""
-    reads = "{read_bytes:read}" if model["tokens_per_second"] else "needs {budget_bytes:size}"
+    reads = "{read_bytes:bytes}" if model["tokens_per_second"] else "needs {budget_bytes:size}"
     home, name = str(Path.home()), str(model["name"])
     return {
         **dict.fromkeys(("kind", "licence"), ""),

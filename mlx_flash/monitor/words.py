@@ -112,7 +112,7 @@ def layer_runs(runs: Iterable[Sequence[int]]) -> str:
 
 UNITS: dict[str, Callable[[Any], str]] = {
     "size": size,
-    "read": lambda nbytes: size(nbytes) if nbytes else "nothing",
+    "bytes": lambda nbytes: size(nbytes) if nbytes else "nothing",
     "GB": lambda nbytes: f"{nbytes / 1e9:.3f} GB",
     "billions": lambda nbytes: f"{nbytes / 1e9:.3f}",
     "GB/s": lambda per_second: f"{per_second / 1e9:.2f} GB/s",

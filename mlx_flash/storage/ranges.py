@@ -22,14 +22,7 @@ from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_cached, open_buffered, open_direct
 from mlx_flash.storage.blocks import BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
-from mlx_flash.storage.safetensors import (
-    COMPRESSED_NAME,
-    FileIdentity,
-    Shard,
-    TensorRecord,
-    identity_of,
-    read_shard,
-)
+from mlx_flash.storage.safetensors import FileIdentity, Shard, TensorRecord, identity_of, is_coded, read_shard
 
 RETRIES = 3
 """Number of times that a read is repeated after an I/O error."""
@@ -286,8 +279,7 @@ def read_pieces(record: TensorRecord, buffer: memoryview) -> Iterator[memoryview
     """Yield the bytes of a tensor piece by piece, each at the start of a buffer. The page cache keeps nothing of it."""
     path, offset, nbytes = record.path, record.offset, record.nbytes
     try:
-        is_compressed = path.name.startswith(COMPRESSED_NAME.partition("{")[0])
-        file = SourceFile(path, direct=False, shard=read_shard(path) if is_compressed else None)
+        file = SourceFile(path, direct=False, shard=read_shard(path) if is_coded(path) else None)
     except CheckpointError as error:
         raise ReadError(
             f"cannot read {record.name!r} ({nbytes} bytes at offset {offset}) in {path}: {error}"

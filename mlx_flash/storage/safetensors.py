@@ -112,7 +112,7 @@ class Shard:
     data_offset: int  # first byte of the data section, ``8 +`` the header's length
     tensors: tuple[TensorRecord, ...]  # the file's tensors by ascending offset
     metadata: Mapping[str, str]  # the header's ``__metadata__``, empty when there is none
-    blocks: BlockTable | None = None  # the places of compressed blocks; None for a safetensors file
+    blocks: BlockTable | None = None  # the places of compressed blocks; None where nothing is compressed
 
     @property
     def nbytes(self) -> int:
@@ -157,8 +157,8 @@ def read_shard(path: Path) -> Shard:
         refuse_unreadable(path, "file", fault)
     data_offset, table = _LENGTH_BYTES + len(raw), None
     records, metadata = _records(path, _json_object(path, raw), data_offset, identity.nbytes)
-    if CODED in metadata:
-        records, metadata, table = _of_coded(path, records, _json_object(path, metadata[CODED].encode()))
+    if is_coded(path) or CODED in metadata:  # a damaged key would make ordinary tensors of the coded bytes
+        records, metadata, table = _of_coded(path, records, _json_object(path, metadata.get(CODED, "{}").encode()))
     return Shard(path, identity, data_offset, records, metadata, table)
 
 
@@ -322,6 +322,11 @@ _OWN = re.compile(r"(compressed|uncompressed)-(\d{5})-of-(\d{5})\.safetensors")
 _HINT = "Hint: copy the folder again, or pack the model again."
 
 
+def is_coded(path: Path) -> bool:
+    """Return whether a file has the name of a compressed one, which may go on (``.partial``)."""
+    return path.name.startswith(COMPRESSED_NAME.partition("{")[0])
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the weight files that a folder has, of either kind."""
     own = (path for path in directory.glob("*compressed-*") if _OWN.fullmatch(path.name))
@@ -334,7 +339,7 @@ def find_shards(directory: Path) -> list[Path]:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as fault:
         refuse_unreadable(directory, "folder", fault)
-    if old := next((name for name in names if name.endswith(".flash")), None):
+    if old := next((name for name in names if Path(name).match("compressed-*.flash")), None):
         raise CheckpointError(
             f"{directory / old} was made by an earlier version of `mlx-flash pack`, in a format that is not read any "
             "more. Hint: pack the model again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,8 @@ def test_every_place_of_a_run_and_of_a_plan_has_a_fact(folder: Path) -> None:
     facts = report.planning_to_json("llama", prepared.layout, prepared.plan)
     facts |= report._more_facts(prepared.layout, prepared.plan)
     assert not [*unknown(report.PLAN, facts)]
+    disk = dict(filled(report.PLAN, facts))["Disk"]
+    assert re.search(r"probed, \d+ reads? of [\d.]+ \wB in flight$", disk), disk
     found = measured(folder, doctor.doctor, "doctor", "-m", 2)["run"]
     added = dict.fromkeys(("is_over", "step"))
     assert not [*unknown(report.RUN, {**found, **added, "planned": {**found["plan"], "first_seconds": 1.0}})]

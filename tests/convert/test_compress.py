@@ -122,6 +122,8 @@ def test_a_copy_without_one_of_its_files_is_refused(dense: tuple[Path, Path], tm
         (tmp_path / path.name).symlink_to(path)
     with pytest.raises(CheckpointError, match="has both"):
         read_checkpoint(tmp_path)
+    (dense[0] / "notes.flash").touch()
+    read_checkpoint(dense[0])  # somebody's own file
     (tmp_path / "compressed-00001-of-00001.flash").touch()
     with pytest.raises(CheckpointError, match=r"compressed-00001-of-00001\.flash was made by an earlier version"):
         read_checkpoint(tmp_path)

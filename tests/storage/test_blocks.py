@@ -250,6 +250,9 @@ def test_damaged_files_are_refused(shard: Shard) -> None:
     shard.path.write_bytes(whole.replace(size, size[:-1] + b"%d" % (9 - int(size[-1:]))))
     with pytest.raises(HeaderError, match="cannot have the blocks"):
         read_shard(shard.path)
+    shard.path.write_bytes(whole.replace(CODED.encode(), b"mlx-flask", 1))
+    with pytest.raises(HeaderError, match="holds no header"):
+        read_shard(shard.path)
     shard.path.write_bytes(whole.replace(b"experts", b"expirts", 1))
     with pytest.raises(HeaderError, match=r"other tensors|cannot have"):
         read_shard(shard.path)

@@ -129,7 +129,7 @@ class Ticket:
         self._failed = len(reads.tasks)  # number of the first task that failed: of several errors, its own is told
         self._began_at = self._ended_at = 0.0
         self._in_flight = threading.Lock()  # held until all has ended
-        self.has_come = not reads.tasks  # every byte is there
+        self.has_come = not reads.tasks  # every byte is there, of files that are as they were
         if reads.tasks:
             self._in_flight.acquire()
 
@@ -185,7 +185,6 @@ class Ticket:
                 self._failed, self._error = number, error
             self._drop()
         self._num_left -= 1
-        self.has_come = not self._num_left and self._error is None
         return not self._num_left
 
 
@@ -360,7 +359,7 @@ class BackgroundPrefetcher:
             has_ended = ticket._note_end(number, error)
         if has_ended:
             ticket._error = self._change_of(ticket._reads.files) or ticket._error
-            ticket._ended_at = now
+            ticket._ended_at, ticket.has_come = now, ticket._error is None
             ticket._in_flight.release()
         del ticket, error  # the traceback refers to this frame
 

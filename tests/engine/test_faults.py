@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import math
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from mlx_flash import FlashConfig, FlashLLM, FlashManager, apply_flash_patch, lo
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import CheckpointError, FileChangedError, FlashError, ReadError, TruncatedFileError
 from mlx_flash.storage.safetensors import TensorRecord, read_checkpoint
+from mlx_flash.streaming.stream import WeightStream
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from streamed import streamed_on_disk
 from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
@@ -324,6 +326,30 @@ def test_files_that_change(
     shutil.copytree(checkpoints["dense"].directory, directory, dirs_exist_ok=True)
     with streamed(directory) as again:
         assert checkpoints["dense"].is_right(again)
+
+
+def test_files_that_change_are_noticed_where_no_unit_waits(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights come before they are needed where computing takes longer than reading."""
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoints["dense"].directory, directory)
+    shards, real, numbers = sorted(directory.glob("*.safetensors")), WeightStream.acquire, iter(range(1 << 30))
+
+    def acquire(stream: WeightStream, index: int, inputs: Sequence[mx.array] = ()) -> None:
+        if not next(numbers):
+            for path in shards:
+                rewritten(path)
+        for unit in stream.units:
+            if unit.slot.ticket is not None:
+                unit.slot.ticket.done_by(math.inf)
+        real(stream, index, inputs)
+
+    with streamed(directory) as model:
+        run(model, PREFILL_AND_DECODE[:1])
+        monkeypatch.setattr(WeightStream, "acquire", acquire)
+        with pytest.raises(FileChangedError, match="replaced by another one"):
+            run(model, PREFILL_AND_DECODE[:1])
 
 
 @pytest.mark.parametrize("is_planned_again", [False, True], ids=["loaded", "planned again"])

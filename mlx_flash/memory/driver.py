@@ -185,11 +185,9 @@ def _used_of_pool() -> int | None:
 def load_driver() -> Any:
     """Return CUDA's driver, whose functions return 0 for success. Raises: DriverError."""
     try:
-        driver: Any = ctypes.CDLL(_LIBRARY)
+        driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise DriverError(str(error)) from error
-    # It only queues a copy. Whoever gave Python's lock back for that would wait for it, once for each tensor.
-    driver.cuMemcpyHtoDAsync_v2 = ctypes.PyDLL(_LIBRARY).cuMemcpyHtoDAsync_v2
     driver.cuMemcpyHtoDAsync_v2.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
     return driver
 

@@ -141,7 +141,7 @@ class CacheViews:
         # for each call, what it takes for the prompt cache
         self.views = [_same_structure(cache, iter(parts)) for parts in self._views]
         self._lengths, self._owner = lengths, [0] * len(self._entries)
-        self._seen = [_contents(entry) for entry in self._entries]
+        self._seen: list[Any] = [None] * len(self._entries)  # what the owner of each found
         self._observer = observer
         for number, entry in enumerate(self._entries):
             if _passes_states(entry):
@@ -153,8 +153,7 @@ class CacheViews:
     def after(self, call: int) -> None:
         """Pass on the entries that a call has updated since it got them."""
         for number, entry in enumerate(self._entries):
-            if self._owner[number] == call and not _same(self._seen[number], now := _contents(entry)):
-                self._seen[number] = now
+            if self._owner[number] == call and not _same(self._seen[number], _contents(entry)):
                 self._owner[number] += 1
                 self._attach(number)
                 if call + 1 < len(self._views):
@@ -170,6 +169,7 @@ class CacheViews:
                 self._observer.add(call, entry, entry)
             if isinstance(entry, PooledCache):
                 entry.drop_room(self._lengths[call])
+            self._seen[number] = _contents(entry)
             view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__

@@ -64,6 +64,21 @@ def test_a_prompt_on_disk_takes_one_pass(directories: Callable[[str], Path], nam
         assert token == int(other) and bool(mx.array_equal(logprobs, theirs))
 
 
+@pytest.mark.parametrize("cut", [0, 2])
+def test_a_prompt_in_parts_continues_a_cache_with_room(directories: Callable[[str], Path], cut: int) -> None:
+    """Buffers lose the room that is too small for the first part."""
+    directory, prompts = directories("llama"), (PROMPT[: 8 * STEP - 20], PROMPT[: 6 * STEP])
+    with streamed_whole(directory, cut=cut, prefill_step_size=STEP, context_length=2 * LENGTH) as model:
+        cache, theirs = model.make_cache(), make_prompt_cache(resident := stock(directory))
+        for prompt in prompts:
+            num_passes = model.counters.num_passes
+            [(token, logprobs)] = mlx_flash.generate_step(prompt, model, prompt_cache=cache, max_tokens=1)
+            assert model.counters.num_passes == num_passes + 2
+            expected = generate_step(prompt, resident, prompt_cache=theirs, max_tokens=1, prefill_step_size=STEP)
+            [(other, their_logprobs)] = expected
+            assert token == int(other) and bool(mx.array_equal(logprobs, their_logprobs))
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_waiting_parts_share_a_slot(directories: Callable[[str], Path], cut: int) -> None:
     with streamed(directories("llama"), cut) as model:

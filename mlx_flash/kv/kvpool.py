@@ -6,6 +6,7 @@ over the layers. Copies of a layer in memory have buffers of their own, those of
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import Counter
@@ -166,6 +167,9 @@ class PooledCache:
         self.pool.add(other, group, self.index)
         pass_on(self, other)
         return other
+
+    def __copy__(self: C) -> C:
+        return copy.deepcopy(self)  # the pool counts it, and its tokens do not change with this one's
 
     def __deepcopy__(self: C, memo: dict[Any, Any]) -> C:
         key, is_alone = (KVPool, id(self.pool)), not memo  # else the list that it is in was noted first

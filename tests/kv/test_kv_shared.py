@@ -107,6 +107,22 @@ def test_copies_of_layers_on_disk_share_pages(options: Callable[..., KVOptions])
     conversations[0].check()
 
 
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+def test_shallow_copies_count_and_go_on_by_themselves(goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+    pool = KVPool(options(step=16))
+    first = Conversation(pool)
+    first.feed(0, 40)
+    if goes_to_disk:
+        offload_all(pool)
+    second = Conversation(pool, [copy.copy(entry) for entry in first.mine], copy.deepcopy(first.theirs))
+    assert {*pool.layers} == {*first.mine, *second.mine}
+    third = second.copy()
+    for seed, conversation in enumerate([first, second, third], 1):
+        conversation.feed(seed, 20)
+    for conversation in (first, second, third):
+        conversation.check()
+
+
 @pytest.mark.parametrize("times", [1.0, 1.6, 6.0])
 def test_the_budget_holds_while_conversations_take_turns(times: float, options: Callable[..., KVOptions]) -> None:
     budget = int(times * 900 * TOKEN_BYTES * LAYERS) + 200_000

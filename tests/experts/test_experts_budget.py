@@ -183,7 +183,7 @@ def test_whole_layers_of_mixtures_stay_within_the_budget(directory: Path) -> Non
     assert told["slots"] is None
 
 
-@pytest.mark.parametrize(("is_room", "reads"), [(True, (2 << 20, 2)), (False, (1 << 20, 16))])
+@pytest.mark.parametrize(("is_room", "reads"), [(True, (4 << 20, 2)), (False, (1 << 20, 16))])
 def test_experts_that_the_page_cache_holds_are_read_by_few_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_room: bool, reads: tuple[int, int]
 ) -> None:

@@ -667,10 +667,8 @@ def _source(args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig)
 
 def _described(args: argparse.Namespace, model: str | None) -> tuple[Modelfile, str | None]:
     """Return the Modelfile, or one that only names a model, with what flags say, and the prompt of the command line."""
-    words, model = (
-        [*args.words, *([] if args.prompt is None else [args.prompt])],
-        args.model or (model if args.file is None else None),
-    )
+    words = [*args.words, *([] if args.prompt is None else [args.prompt])]
+    model = args.model or (model if args.file is None else None)
     if args.model is None and args.file is None and words and (len(words) > 1 or _names_model(words[0])):
         model = words.pop(0)
     if len(words) > 1:

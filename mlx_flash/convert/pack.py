@@ -597,7 +597,7 @@ def pack(
     with rewrite.locked(refuse):
         if not any(partial.glob(f"{NOTE_NAME}*")) and (found := sorted(entry.name for entry in partial.iterdir())):
             raise ConfigError(
-                f"{partial} is in the way: it holds {found[0]!r}, and no run made it. Hint: move it away."
+                f"{partial} is in the way: it holds {found[0]!r}, which this version did not write. Hint: move it away."
             )
         rewrite.clear()
         resumed = rewrite.nbytes - rewrite.missing_bytes

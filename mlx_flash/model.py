@@ -300,8 +300,10 @@ class FlashLLM(ModelFacade):
             cache = make_prompt_cache(cast(nn.Module, self))
             return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts
 
-        own = (call.arguments, call.keywords) if not call.is_plain else (call.tokens, arrays_of(call.cache or ()))
-        return self._life.run(compute, lambda: own)
+        def given() -> Any:  # nothing keeps the buffers of the cache, which grow in the call
+            return (call.tokens, arrays_of(call.cache or ())) if call.is_plain else (call.arguments, call.keywords)
+
+        return self._life.run(compute, given)
 
     def row(
         self,

@@ -169,10 +169,10 @@ class CacheViews:
                 self._observer.add(call, entry, entry)
             if isinstance(entry, PooledCache):
                 entry.drop_room(self._lengths[call])
-            self._seen[number] = _contents(entry)
             view = self._views[call][number]
             view.__class__ = type(entry)
             view.__dict__ = entry.__dict__
+        self._seen[number] = _contents(entry)
 
 
 def _passes_states(entry: Any) -> bool:

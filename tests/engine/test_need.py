@@ -115,6 +115,19 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         assert waiting < most or plan.activations.held.has_keys
 
 
+def test_a_call_keeps_no_buffers_that_grow_in_it(tmp_path: Path) -> None:
+    with streamed_whole(save(tmp_path, MODEL | {"num_hidden_layers": 6}), context_length=4096) as model:
+        cache, token = model.make_cache(), mx.zeros((1, 1), mx.int32)
+        mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache), token)
+        needed = need(model.plan, [Lane(parse_call((token, cache), {}))])
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(model(token, cache))
+        assert cache[0].keys.shape[2] > CONTEXT
+        layer_bytes = 2 * 4 * 64 * 4 * CONTEXT
+        assert mx.get_peak_memory() - before < needed.activations + needed.kv_growth + layer_bytes
+
+
 @pytest.mark.parametrize("kv_cache", [None, "stock"])
 def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache: KVMode | None) -> None:
     """MLX computes them later, together with those after them."""

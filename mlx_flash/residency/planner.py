@@ -444,7 +444,8 @@ class Candidate:
         if not plan.kv.num_on_disk:
             return plan
         # pages are read while layers compute, from the disk that weights are read from
-        reading = (plan.read_bytes + plan.kv.disk_bytes) / machine.disk.bytes_per_second
+        reading = plan.read_bytes / machine.read_bytes_per_second
+        reading += plan.kv.disk_bytes / machine.disk.bytes_per_second
         waiting = max(0.0, reading - plan.weights_seconds) + plan.kv.num_on_disk * machine.barrier_seconds
         return replace(plan, kv_seconds=waiting)
 

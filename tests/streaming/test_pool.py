@@ -256,6 +256,24 @@ class Calls(RuleBasedStateMachine):
                 assert self.checkpoint.found(self.pool, layer, expert) == self.checkpoint.expected(layer, expert)
 
     @invariant()
+    def experts_are_ready_while_they_have_slots_and_are_not_in_flight(self) -> None:
+        if hasattr(self, "pool"):
+            ready = [
+                (layer, expert) for layer, expert in resident(self.pool) if self.pool._ready[layer][expert] != ABSENT
+            ]
+            assert set(ready) == set(resident(self.pool)) - in_flight(self.pool)
+            for slots, table in zip(self.pool._ready, self.pool.slot_of, strict=True):
+                assert all((slots == ABSENT) | (slots == table))
+
+    @rule(layer=LAYERS)
+    def look(self, layer: int) -> None:
+        """What a call begins with changes as reads end, but not what the call has of it."""
+        before = self.pool.ready(layer)
+        kept = before.copy()
+        self.pool.wait(layer, [expert for of, expert in in_flight(self.pool) if of == layer])
+        assert all(before == kept) and all(self.pool.ready(layer) == self.pool.slot_of[layer])
+
+    @invariant()
     def nothing_is_read_twice(self) -> None:
         if hasattr(self, "pool"):
             assert self.reader.stats.nbytes <= self.most_bytes

@@ -295,7 +295,7 @@ class Engine:
         self._bound += [parameter for _, _, (parameters, *_) in units for parameter in parameters]
         views_of_units = bind_views([placed for *_, placed in units])
         for (index, unit, (parameters, placement, _)), views in zip(units, views_of_units, strict=True):
-            self._swap(unit, StreamedLayer, (index, self.stream, type(unit.module).__call__), parameters)
+            self._swap(unit, StreamedLayer, (index, self.stream, type(unit.module), "__call__"), parameters)
             places = zip(placement.offsets, views, parameters, strict=True)
             self.loans.add(unit.module, placement, [Lendable(index, at, view, p.bind) for at, view, p in places])
 
@@ -316,10 +316,8 @@ class Engine:
             for parameter, offset in zip(unit.large, placement.offsets, strict=True)
         }
         module = tile_module(unit, start, stop, views)
-        kind: Any = type(module)
-        swap_class(
-            module, StreamedLayer, (index, self.stream, kind.as_linear if is_embedding(module) else kind.__call__)
-        )
+        method = "as_linear" if is_embedding(module) else "__call__"
+        swap_class(module, StreamedLayer, (index, self.stream, type(module), method))
         places = zip(placement.offsets, views.items(), strict=True)
         self.loans.add(
             module,

@@ -40,7 +40,8 @@ class StreamedLayer(SwappedClass):
     computed from whatever the slot holds by then. Where the stream computes ahead, a layer's effects are waited for
     once the next unit has begun.
 
-    Its state is its number in the stream, the stream, and the method of its own class that computes.
+    Its state is its number in the stream, the stream, its own class, and the name of the method of that which computes:
+    ``verify`` and others replace methods later.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,13 +49,13 @@ class StreamedLayer(SwappedClass):
             return hand_in(self, *args, **kwargs)
         if work.is_to_end:
             enginethread.check()
-        index, stream, compute_with = self._flash_state
+        index, stream, kind, method = self._flash_state
         if stream.is_guessing:
             raise GuessEndedError
         if stream.wait_turn is not None:
             compute(args, kwargs)  # now, or the pinned layers of all calls would take memory at once
             stream.wait_turn(index)
-            result = compute_with(self, *args, **kwargs)
+            result = getattr(kind, method)(self, *args, **kwargs)
             compute(result, args, kwargs)
             return result
         # What comes before is computed while we wait. MLX holds what is evaluated until it is computed, and copies a
@@ -64,7 +65,7 @@ class StreamedLayer(SwappedClass):
         stream.acquire(index, inputs)
         wait: Callable[[], None] | None = None
         try:
-            result = compute_with(self, *args, **kwargs)
+            result = getattr(kind, method)(self, *args, **kwargs)
             if is_matrix and isinstance(result, mx.array):
                 effects = [result, *inputs]  # a search takes too long
             else:

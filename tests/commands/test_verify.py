@@ -25,7 +25,7 @@ from mlx_flash.storage.ranges import SourceFile
 from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import WeightStream
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
-from streamed import nbytes_of
+from streamed import nbytes_of, streamed_whole
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
 
@@ -74,6 +74,16 @@ def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Pa
         assert same_bits(run(model, [[1, 2, 3], [4]]), plain)
     assert [id(module) for module in seen] == 2 * [id(model.layers[1]), id(model.layers[2])]
     assert type(model.layers[0]).__call__ is before
+
+
+@pytest.mark.parametrize("cut", [0, 1, "tiles"])
+def test_layers_are_watched_however_they_are_cut(folder: Callable[[str], Path], cut: int | str) -> None:
+    with streamed_whole(folder("llama"), cut=cut) as model:
+        model.start()
+        layers, seen = [unit.module for unit in model.layout.layers], []
+        with watching(layers, lambda module, result: seen.append(id(module))):
+            run(model, [[1, 2, 3], [4]])
+        assert seen == 2 * [id(layer) for layer in layers]
 
 
 def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ def test_files_that_free_memory_holds_are_read_at_the_speed_of_the_page_cache() 
     budget = with_budget(config, minimum_of(sizes, config, slow) + int(0.3 * sizes.nbytes))
     of_slow, of_cached = (make_plan(sizes, budget, each) for each in (slow, cached))
     assert of_cached.kv.num_on_disk and of_cached.seconds < of_slow.seconds, "of keys and values on disk nothing is"
+    mixture = make_mixture()
+    budget = with_budget(FIXED, minimum_of(mixture, FIXED, slow) + mixture.nbytes // 8)
+    with_experts = make_plan(mixture, budget, replace(cached, may_cache=False))
+    assert with_experts.pool is not None
+    assert make_plan(mixture, budget, cached) == with_experts, "experts are read one by one"
     half = replace(slow, available_memory=10**11 + 10**9 - slow.base_bytes + 5 * 10**8).beside(10**9, 10**9)
     assert half.cached_share == 0.5
     assert 1 / half.read_bytes_per_second == pytest.approx(0.5 / slow.disk.bytes_per_second + 0.5 / 10e9)

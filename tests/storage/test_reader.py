@@ -290,6 +290,10 @@ def test_small_segments_share_a_task_of_at_most_the_read_size(
     assert all(sum(part.stop - part.start for part in task) <= reader.read_size for task in tasks)
     parts = [part.start for task in tasks for part in task]
     assert parts == sorted(parts) and len(parts) == sum(-(-count // 60) for count in pages)
+    if caching == "shared":  # a driver's copies end with a wait for each task
+        driver = open_reader(shard, "driver", read_size=60 * PAGE, queue_depth=queue_depth)
+        alone = open_reader(shard, read_size=60 * PAGE, queue_depth=1)
+        assert len(driver.prepare(segments, caching).tasks) == len(alone.prepare(segments, caching).tasks)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -179,6 +179,16 @@ def test_files_that_free_memory_holds_are_read_at_the_speed_of_the_page_cache() 
     assert 1 / half.read_bytes_per_second == pytest.approx(0.5 / slow.disk.bytes_per_second + 0.5 / 10e9)
 
 
+def test_keys_and_values_go_to_disk_where_their_plan_needs_more_than_the_machine_has() -> None:
+    sizes, machine = make_model(), replace(make_machine(), total_memory=10**12, available_memory=10**12)
+    sizes = replace(sizes, cache=replace(sizes.cache, token_bytes=24 * 4096, rows=(4096,) * 24, largest_row=4096))
+    config = replace(FIXED, context_length=65536, ram_budget_gb=20)
+    in_memory = make_plan(sizes, config, machine)
+    on_disk = make_plan(sizes, config, replace(machine, total_memory=in_memory.peak_bytes - 1))
+    assert on_disk.kv.num_on_disk and not in_memory.kv.num_on_disk
+    assert on_disk.peak_bytes < in_memory.peak_bytes
+
+
 # --- weights that stay in a GPU's own memory --------------------------------------------------------------------------
 
 

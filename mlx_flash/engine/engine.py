@@ -139,9 +139,9 @@ _PART_BYTES = 64 << 20
 
 _CACHED_SIZE, _CACHED_DEPTH = 4 << 20, 2
 """Read size and queue depth for experts that all lie in the page cache. Such reads are copies by the processor, between
-which threads wait for Python's lock: a 4-bit mixture of 8.6 GB at 4.4 GB on an H200 with 16 cores made 14.4 to 14.6
-tokens/s with 2 threads and reads of 2 MiB, 14.7 with those of 4, 13.3 with 4 threads, 14.7 with one. A disk is faster
-with more in flight."""
+which threads wait for Python's lock. A 4-bit mixture of 8.6 GB at 4.4 GB on an H200 with 16 cores made 13.3 tokens/s
+with 4 threads, 14.4 to 14.6 with 2, and 14.7 with one, all with reads of 2 MiB; 2 threads with reads of 4 MiB made
+14.7. A disk is faster with more in flight."""
 
 MIN_READ_BYTES = 64 << 20
 """Less that was read says little of a disk."""

@@ -411,7 +411,7 @@ class Passes:
             for part in parts:
                 part.known = self._known(part.calls)
             calls = [part.calls for part in parts]
-            if sum(map(len, calls)) > 1 or self._is_told(parts[0]):
+            if sum(map(len, calls)) > 1 or self._may_be_left(parts[0]):
                 self._counted(calls, partial(self.run, parts, teller(lanes)))
             for i, part in enumerate(parts):
                 if part.outcome is None:  # one call, or the first of some that need an order
@@ -431,7 +431,7 @@ class Passes:
             if part.row.error is None:
                 part.row.tell(0)
 
-    def _is_told(self, part: _Part) -> bool:
+    def _may_be_left(self, part: _Part) -> bool:
         """Return whether a call alone takes so long that its caller may leave, which lockstep notices at each unit."""
         is_long = part.row.report is not None and part.calls[0].num_tokens > PREFILL_STEPS[-1]
         return is_long and self.can_share and self._chain is None

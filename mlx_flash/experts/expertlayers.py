@@ -399,7 +399,8 @@ class Experts:
     def _count(self, layer: int, routing: Routing) -> Numbers:
         """Return for how many tokens each expert of a layer is needed. Raises: IndexError: there is no such expert."""
         num_experts, flat = self.stacks[layer].num_experts, routing.reshape(-1)
-        if np.maximum.reduce(flat.view(f"u{flat.itemsize}"), initial=0) >= num_experts:  # negative ones are large so
+        # As unsigned numbers, negative ones are larger than all others.
+        if np.maximum.reduce(flat.view(f"u{flat.itemsize}"), initial=0) >= num_experts:
             asked = f"experts {flat.min()} to {flat.max()}"
             raise IndexError(f"'{self.stacks[layer].unit.name}' was asked for {asked}: it has {num_experts}")
         return np.bincount(flat, minlength=num_experts)

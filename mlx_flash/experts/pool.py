@@ -199,7 +199,7 @@ class ExpertPool:
     ) -> None:
         self.slots = slots
         self.layers = layers
-        # By layer and expert: the slots, and those of experts that are not in flight any more.
+        # By layer and expert: the slot, from the start of its read on, and the same once it has been read.
         self.slot_of = [np.full(len(layer.placements), ABSENT, np.uint32) for layer in layers]
         self._ready = [table.copy() for table in self.slot_of]
         self.stats = ExpertStats()
@@ -226,7 +226,7 @@ class ExpertPool:
         return self.slots.num_slots - self._num_cleared
 
     def ready(self, layer: int) -> Slots:
-        """Return the slots of the experts of a layer that are in them."""
+        """Return the slot of each expert of a layer; :data:`ABSENT` until it has been read."""
         if self._in_flight[layer]:
             self._settle(layer, list(self._in_flight[layer]))
         return self._ready[layer].copy()

@@ -139,10 +139,13 @@ class _QuantizedOnDisk(OnDisk, DiskQuantizedKVCache):
         return pair(self.append(new))
 
 
-for _kind, _elsewhere in ((DiskKVCache, _OnDisk), (DiskQuantizedKVCache, _QuantizedOnDisk)):
+for _stock, _kind, _on_disk in (
+    (KVCache, DiskKVCache, _OnDisk),
+    (QuantizedKVCache, DiskQuantizedKVCache, _QuantizedOnDisk),
+):
     # mlx-lm's functions for saving write down the name of the class, and those for loading look it up among mlx-lm's.
-    _elsewhere.__name__ = _kind.__name__ = _kind.__mro__[2].__name__
-    _kind.kind_in_memory, _kind.kind_on_disk = _kind, _elsewhere
+    _on_disk.__name__ = _kind.__name__ = _stock.__name__
+    _kind.kind_in_memory, _kind.kind_on_disk = _kind, _on_disk
 
 
 CacheKinds.buffers += (DiskKVCache, DiskQuantizedKVCache)

@@ -40,8 +40,8 @@ class StreamedLayer(SwappedClass):
     computed from whatever the slot holds by then. Where the stream computes ahead, a layer's effects are waited for
     once the next unit has begun.
 
-    Its state is its number in the stream, the stream, its own class, and the name of the method of that which computes:
-    ``verify`` and others replace methods later.
+    Its state is its number in the stream, the stream, its own class, and the name of the method that computes. The
+    method is looked up in each call, since ``verify`` replaces it later.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,7 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
                 "Hint: mlx_lm.models.cache.RotatingKVCache(max_size) keeps the last ones."
             )
         directory = cache_dir if directory is None else directory
+        self.__class__ = DiskKVCache  # of one that is made anew, too
         super().__init__()
         _pool_of(None if directory is None else Path(directory).expanduser()).add(self, CacheGroup(), 0)
         self.offload()

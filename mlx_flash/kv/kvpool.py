@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
+from operator import call
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -114,9 +115,7 @@ class PooledCache:
             page = slice(disk.length, min(disk.length + step, held["offset"]))
             disk.append(disk.layout.to_rows([array[..., page, :] for array in arrays]))
             disk.file.flush()  # memory is short: nothing waits
-        held["disk"] = disk
-        become(self, type(self).kind_on_disk)
-        held.update(keys=None, values=None, offset=0)
+        become(self, type(self).kind_on_disk, keys=None, values=None, offset=0, disk=disk)
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Replace all tokens by those in some arrays. Raises: BudgetError, WriteError."""
@@ -129,9 +128,8 @@ class PooledCache:
         with pool.lock:
             pool.use([self.group])
             mx.eval(keys, values)
-            vars(self).update(keys=keys, values=values, offset=offset, shortened=(0, 0))
-            become(self, type(self).kind_in_memory)
-            vars(self).pop("disk", None)
+            held = {"keys": keys, "values": values, "offset": offset, "shortened": (0, 0), "disk": None}
+            become(self, type(self).kind_in_memory, **held)
             if pool.options.always_on_disk:
                 self.offload()
             pool.fit(lambda: pool.memory_bytes, offset)
@@ -276,9 +274,13 @@ class OnDisk(PooledCache):
         return keys, values
 
 
-def become(entry: PooledCache, kind: type[PooledCache]) -> None:
-    """Change the class of a cache, which says the same of tokens that are owed."""
-    entry.__class__ = owing(kind) if type(entry) is not own_kind(type(entry)) else kind
+def become(entry: PooledCache, kind: type[PooledCache], **held: Any) -> None:
+    """Change the class of a cache, which says the same of tokens that are owed, and what it holds."""
+    kind = owing(kind) if type(entry) is not own_kind(type(entry)) else kind
+    change = partial(vars(entry).update, held), partial(object.__setattr__, entry, "__class__", kind)
+    any(
+        map(call, change)
+    )  # one step, as in :mod:`mlx_flash.files`: an interrupt leaves none that holds both, or nothing
 
 
 def buffers_of(entry: Any) -> list[mx.array]:
@@ -339,12 +341,11 @@ class KVPool(Opaque):
         self.budget_bytes = options.budget_bytes  # the most memory of all caches together; may be changed
         self.under_way_bytes = 0  # the part of it that is kept free: for reads and writes, or to offload a layer
         self.usage = KVUsage()  # at the last :meth:`note`; any thread may read it
-        self._by_number: weakref.WeakValueDictionary[int, PooledCache] = weakref.WeakValueDictionary()
+        self._by_id: weakref.WeakValueDictionary[int, PooledCache] = weakref.WeakValueDictionary()
         self.ring = SlotRing(options)
         self.files = KVFiles(options, count_written)
         self.lock = threading.RLock()  # held while caches change; callers run one forward pass at a time
         self._passes = passes or nullcontext()
-        self._numbers = count()  # of layers
         self._clock = count(1)
         self.is_closed = False
         if options.always_on_disk:  # nobody closes these pools
@@ -353,12 +354,12 @@ class KVPool(Opaque):
     def add(self, entry: PooledCache, group: CacheGroup, index: int) -> None:
         """Count a cache from now on, the one at ``index`` of a list."""
         vars(entry).update(pool=self, group=group, index=index, step=self.options.step, shortened=(0, 0))
-        self._by_number[next(self._numbers)] = entry
+        self._by_id[id(entry)] = entry
 
     @property
     def layers(self) -> list[PooledCache]:
         """All caches. One leaves with the last reference to it. Any thread may add some."""
-        return [entry for reference in self._by_number.valuerefs() if (entry := reference()) is not None]
+        return [entry for reference in self._by_id.valuerefs() if (entry := reference()) is not None]
 
     @property
     def on_disk(self) -> dict[PooledCache, DiskRows]:
@@ -378,7 +379,7 @@ class KVPool(Opaque):
     def ledger(self, adding: Adding = NOTHING) -> KVLedger:
         """Return the layers of all caches in numbers, and the tokens that a call adds to some."""
         alike, tokens_of, none = Counter[Any](), adding.tokens.get, (0, 0)
-        for reference in self._by_number.valuerefs():  # for each pass: no function is called for a layer
+        for reference in self._by_id.valuerefs():  # for each pass: no function is called for a layer
             if (entry := reference()) is None:
                 continue
             held, (num_new, token_bytes) = vars(entry), tokens_of(entry, none)

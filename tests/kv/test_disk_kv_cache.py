@@ -76,6 +76,8 @@ def test_its_tokens_are_on_disk(tmp_path: Path) -> None:
         assert all(map(mx.array_equal, mine.state[:2], theirs.keys_and_values()))
         mine.state = theirs.state
         assert mine.is_on_disk and not mine.empty()
+    mine.__init__(directory=tmp_path)  # type: ignore[misc] # as mlx-lm's, it is empty then
+    assert mine.is_on_disk and mine.empty() and mine.pool.layers == [mine]
 
 
 def test_files_are_removed_with_the_last_cache(tmp_path: Path) -> None:

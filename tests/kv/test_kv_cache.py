@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kv_settings import adding, bits, equal, little_under_way, offload_all, rows_of, same
+from kv_settings import bits, equal, little_under_way, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
@@ -236,15 +236,6 @@ def generated(
     return found
 
 
-def test_a_cache_on_disk_can_be_quantized(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    quantized = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 320}
-    cache = make_caches(make_prompt_cache(llama), options(step=16))
-    expected = generated(llama, make_prompt_cache(llama), **quantized)
-    assert same(generated(llama, cache, offloads=True, **quantized), expected)
-    assert cache[0].pool.note().num_offloaded == len(cache)
-    assert not any(entry.is_on_disk for entry in cache)  # there is no budget that would send them there again
-
-
 def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
     theirs: list[Any] = [KVCache() for _ in range(layers)]
     mine = make_caches(theirs, options)
@@ -386,17 +377,6 @@ def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Calla
     num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
     assert pool.ring.num_fetched <= len(cache) * num_calls
     assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
-
-
-def test_the_budget_is_kept(options: Callable[..., KVOptions]) -> None:
-    """Layers go to disk between calls, those without tokens with their first ones."""
-    mine, theirs = filled(options(step=16, max_context_length=768, budget_bytes=0), (), 6)
-    pool, layers = mine[0].pool, mine
-    for seed in range(12):
-        assert not pool.admit(adding(layers, 64, 64, 2 * 2 * 32 * 2), 1_000_000)
-        feed(mine, theirs, seed, 64)
-        assert pool.memory_bytes <= 1_000_000
-    assert 0 < len(pool.on_disk) < len(layers)
 
 
 def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., KVOptions]) -> None:

@@ -18,7 +18,7 @@ from mlx_flash.errors import FlashError
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVLedger, Layers
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.options import SLOT_PADDING, KVOptions
+from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import nbytes_in
 
 LAYERS, HEADS = 3, 2
@@ -104,16 +104,6 @@ def check(pool: KVPool, conversations: list[list[Any]], which: int, count: int) 
     assert missing == sorted(missing, reverse=True) and missing[-1] == 0
 
 
-def test_now_is_a_sum_over_layers() -> None:
-    """Of a layer on disk the slots count, and the tokens of a page."""
-    options = KVOptions(step=16)
-    layers = [Layers(200, 10, 16, number=2)]
-    assert KVLedger(options, layers).now == 2 * 16 * 200
-    assert KVLedger(options, layers, slots_held=7).now == 2 * 16 * 200 + 7
-    on_disk = [*layers, Layers(200, 40, 16, is_on_disk=True)]
-    assert KVLedger(options, on_disk).now == 2 * 16 * 200 + 16 * 200 + 2 * (48 * 200 + SLOT_PADDING)
-
-
 @pytest.mark.parametrize("num_slots", [1, 2])
 @pytest.mark.parametrize("left", [100, 5990])
 def test_peak_counts_the_copy_that_attention_gets_on_cuda(
@@ -158,9 +148,3 @@ def test_a_layer_that_grows_several_times_is_copied_when_it_is_long() -> None:
     layers = [Layers(200, num_new=64, number=3)]
     once, in_parts = (KVLedger(KVOptions(step=16), layers, step) for step in (64, 8))
     assert (once.peak, in_parts.peak) == (3 * 200 * 64, 3 * 200 * (64 + 15) + 200 * 64)
-
-
-def test_slots_count_with_the_tokens_to_come() -> None:
-    ledger = KVLedger(KVOptions(step=16), [Layers(4096, 16, 16, is_on_disk=True, num_new=1)])
-    slots = [2 * (4096 * tokens + SLOT_PADDING) for tokens in (16, 32)]
-    assert [ledger.now, ledger.peak] == [4096 * 16 + nbytes for nbytes in slots]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import TruncatedFileError, WriteError
-from mlx_flash.files import PrivateFolder
 from mlx_flash.kv.disk import DiskRows, LayerFile, PageReader, WriteBehind
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool
@@ -28,7 +25,6 @@ from mlx_flash.kv.options import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.pages import CHUNK_TOKENS, Component, RowLayout, segments
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 
 WIDE = RowLayout((Component((1, 2), 128, mx.float16), Component((1, 3), 64, mx.float32)), 64)
 NARROW = RowLayout((Component((1, 2), 3, mx.float16), Component((1, 1), 2, mx.float32)), 5)
@@ -206,43 +202,6 @@ def test_writing_is_bounded(make: Make) -> None:
         rows.append([part[:, start : start + 64] for part in expected])
         assert rows.file._writer.queued_bytes <= 2 * 64 * WIDE.token_bytes
     assert equal(read(rows), expected)
-
-
-CRASHES = """
-import os, sys
-import mlx.core as mx
-from mlx_flash import DiskKVCache
-cache = DiskKVCache(directory=sys.argv[1])
-mx.eval(cache.update_and_fetch(mx.ones((1, 2, 300, 128)), mx.ones((1, 2, 300, 128))))
-if len(sys.argv) > 2:
-    os._exit(1)
-"""
-
-
-@pytest.mark.parametrize("crash", [True, False])
-def test_the_next_process_removes_files_of_a_crashed_one(tmp_path: Path, crash: bool) -> None:
-    subprocess.run([sys.executable, "-c", CRASHES, tmp_path / "kv", *["crash"] * crash], check=not crash, timeout=120)
-    assert bool(list((tmp_path / "kv").iterdir())) == crash
-    mine = PrivateFolder(tmp_path / "kv")
-    PrivateFolder(tmp_path / "kv").close()
-    assert list((tmp_path / "kv").iterdir()) == [mine.path]
-
-
-@settings(deadline=None)
-@given(capacity=st.integers(1, 5000), step=st.sampled_from([1, 5, 64, 256]), page=st.integers(0, 20_000))
-def test_rows_of_a_file_do_not_overlap(capacity: int, step: int, page: int) -> None:
-    layout = RowLayout(NARROW.components, step)
-    ends = [
-        (offset + head * stride, offset + head * stride + step * component.width_bytes)
-        for number in (page, page + 1)
-        for component, offset, stride in zip(
-            layout.components, layout.file_offsets(number), layout.strides, strict=True
-        )
-        for head in range(component.heads)
-    ]
-    ordered = sorted(ends)
-    assert all(left[1] <= right[0] for left, right in pairwise(ordered))
-    assert layout.slot_bytes(capacity) % DIRECT_ALIGNMENT == 0
 
 
 def make_holes() -> list[np.ndarray]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import gc
-import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -15,17 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
-import children
 import zoo
-from children import HELPERS
-from faulty import FailingDisk
 from kv_settings import FORMS, SMALL, STEP, little_under_way, same, settings
 from mlx_flash import (
     BudgetError,
@@ -44,7 +39,6 @@ from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.options import KVOptions
 from models import save, stock
 from saved_models import models_fixture
-from waiting import eventually
 
 __all__ = ["little_under_way"]
 
@@ -104,12 +98,6 @@ def test_quantized_output_is_stock(directories: Callable[[str], Path], bits: int
         assert all(type(entry) is DiskQuantizedKVCache for entry in cache)
 
 
-def test_stock_caches_are_mlx_lms(directories: Callable[[str], Path]) -> None:
-    directory = directories("llama")
-    with load_model(directory, FlashConfig(kv_cache="stock", ram_budget_gb=4))[0] as model:
-        assert all(type(entry) is KVCache for entry in make_prompt_cache(model))
-
-
 def test_max_kv_size_without_effect_is_warned_about_once(
     directories: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,20 +116,6 @@ def test_max_kv_size_shortens_the_planned_context_where_caches_rotate(directorie
     args = Namespace(max_tokens=100, max_kv_size=64, prefill_step_size=32)
     assert needed_context(args, 5000, directories("qwen3")) == 96
     assert needed_context(args, 5000, directories("llama")) == 5100
-
-
-def test_a_draft_model_keeps_its_own(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, small = directories("llama"), save(tmp_path, SMALL | {"num_hidden_layers": 2})
-
-    def tokens(model: Any, draft: Any) -> list[int]:
-        steps = speculative_generate_step(
-            PROMPT, model, draft, max_tokens=16, num_draft_tokens=3, prefill_step_size=STEP
-        )
-        return [int(token) for token, *_ in steps]
-
-    with load_model(directory, settings(directory))[0] as model, load_model(small, settings(small))[0] as draft:
-        assert tokens(model, draft) == tokens(stock(directory), stock(small))
-        assert went_to_disk(model) and went_to_disk(draft)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -253,29 +227,6 @@ def test_a_full_disk_raises_before_the_call(offloaded: Any, monkeypatch: pytest.
     assert bool(mx.isfinite(model(PROMPT[None, :STEP], cache=cache)).all())
 
 
-def test_a_disk_that_fails_ends_one_call(offloaded: Any, monkeypatch: pytest.MonkeyPatch, directories: Any) -> None:
-    model, cache = offloaded
-    number = errno.EIO
-
-    def fails(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fails)
-        with pytest.raises(WriteError, match=r"cannot write .* at offset \d+ of .*layer-\d+\.kv"):
-            for _ in range(4):
-                mx.eval(model(PROMPT[None, :STEP], cache=cache))
-    assert same(generated(model), generated(stock(directories("llama"))))
-    other = make_prompt_cache(model)
-    generated(model, 2, prompt_cache=other)
-    read = os.preadv
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", lambda fd, *rest: fails() if _is_kv(fd) else read(fd, *rest))
-        with pytest.raises(ReadError, match=r"KV cache, tokens from \d+ on.*layer-\d+\.kv.* at offset \d+"):
-            mx.eval(model(PROMPT[None, :1], cache=other))
-    assert same(generated(model), generated(stock(directories("llama"))))
-
-
 def test_a_read_ahead_that_failed_is_repeated_by_the_next_call(
     offloaded: Any, monkeypatch: pytest.MonkeyPatch, directories: Any
 ) -> None:
@@ -339,82 +290,5 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
             model(PROMPT[None, :1], cache=caches[0])
 
 
-def test_calls_while_every_write_fails(
-    directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and values, the prefix cache and telemetry are written to one disk, which fails from some call on."""
-    directory = directories("llama")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("mlx_flash.kv.disk.free_bytes", lambda path: 1 << 40)
-    written = {"kv_directory": tmp_path / "kv", "kv_prefixes": "exact", "telemetry": True}
-    expected, num_failed = generated(stock(directory)), 0
-    for first, code in ((0, errno.EROFS), (5, errno.EDQUOT), (20, errno.EIO), (60, errno.ENOSPC)):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(first)))  # what is stored is not written again
-        with load_model(directory, settings(directory, **written))[0] as model:
-            needs_room = code in (errno.EDQUOT, errno.ENOSPC)
-            with FailingDisk(code, first, always=True, needs_room=needs_room).mounted() as disk:
-                try:
-                    assert same(generated(model), expected)
-                except WriteError as error:
-                    num_failed += 1
-                    assert str(tmp_path) in str(error) and "Hint: " in str(error)
-            assert same(generated(model), expected)
-            assert went_to_disk(model) and disk.count > first
-    assert 0 < num_failed
-
-
 def _is_kv(fd: int) -> bool:
     return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
-
-
-def test_files_are_removed_with_a_model_that_is_not_closed(directories: Callable[[str], Path], tmp_path: Path) -> None:
-    directory, base = directories("llama"), tmp_path / "missing" / "kv"
-    model = load_model(directory, settings(directory, kv_directory=base))[0]
-    generated(model, 2)
-    assert list(base.iterdir())
-    del model
-    gc.collect()
-    eventually(lambda: not list(base.iterdir()))
-
-
-BUDGET = """
-import json, sys
-sys.path.insert(0, {here!r})
-from mlx_lm.generate import generate_step
-import mlx.core as mx
-from dataclasses import replace
-from mlx_flash import FlashConfig, load_model
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.memory.footprint import peak_footprint
-config = FlashConfig(
-    ram_budget_gb="min", kv_cache="disk", kv_step=8, context_length={length} + 8, prefill_step_size=24
-)
-least = prepare({directory!r}, config).plan
-config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 0.05, kv_ram_gb=least.kv.limit / 1e9 + 1e-9)
-model, _ = load_model({directory!r}, config)
-prompt = mx.array([i * 7 % 300 for i in range({length})])
-tokens = [int(t) for t, _ in generate_step(prompt, model, max_tokens=2, prefill_step_size=24)]
-kv = model.kv
-print(json.dumps({{
-    "tokens": tokens, "peak": peak_footprint(), "budget": model.plan.budget_bytes, "limit": model.plan.kv.limit,
-    "written": kv.note().written_bytes, "planned": model.plan.kv.disk_bytes, "read": kv.note().read_bytes,
-}}))
-"""
-
-
-def test_the_process_keeps_its_budget(tmp_path: Path) -> None:
-    """With keys and values that are several times their share."""
-    length = 136
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 38}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 512}
-    directory = save(tmp_path / "model", SMALL | shape | heads)
-    code = BUDGET.format(here=str(HELPERS), length=length, directory=str(directory))
-    done = children.run("-c", code, timeout=300, forks=False)
-    assert done.returncode == 0, done.stderr.decode()
-    told = json.loads(done.stdout)
-    assert told["peak"] <= told["budget"]
-    assert told["written"] > 2 * told["limit"]
-    assert told["read"] > told["written"]
-    prompt = mx.array([i * 7 % 300 for i in range(length)])
-    steps = generate_step(prompt, stock(directory), max_tokens=2, prefill_step_size=24)
-    assert told["tokens"] == [int(token) for token, _ in steps]

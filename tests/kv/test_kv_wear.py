@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -124,45 +121,3 @@ def test_threads_share_a_day(tmp_path: Path) -> None:
         thread.join()
     assert sum(claimed) == 300
     assert counted(shared)[1:] == counted(other)[1:] == (300 * (GB // 300),) * 2
-
-
-CHILD = """
-import sys
-from pathlib import Path
-from mlx_flash.kv.wear import WriteGovernor
-running = WriteGovernor(Path(sys.argv[1]), gb_per_day=1, clock=lambda: 1e9)
-print("ready", flush=True)
-sys.stdin.readline()
-print(sum(running.claim(10**5) for _ in range(8000)))
-"""
-
-
-def test_processes_share_a_day(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    pipe = subprocess.PIPE
-    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
-    for child in children:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    claimed = [int(child.communicate()[0]) for child in children]
-    assert sum(claimed) == 10_000 and min(claimed) < 8000
-    assert counted(governor(tmp_path)) == (0, GB, GB)
-
-
-def test_a_killed_process_leaves_a_whole_record(tmp_path: Path) -> None:
-    endless = CHILD.replace("range(8000)", "iter(int, 1)").replace("gb_per_day=1", "gb_per_day=None")
-    seen = 0
-    for _ in range(5):
-        child = subprocess.Popen(
-            [sys.executable, "-c", endless, tmp_path], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        running = governor(tmp_path, None)
-        while running.telemetry()["total_bytes"] in (0, seen):
-            assert child.poll() is None
-        child.kill()
-        child.wait()
-        seen = int(json.loads((tmp_path / FILE_NAME).read_bytes())["total_bytes"])
-        assert seen % 10**5 == 0 and running.telemetry()["total_bytes"] == seen

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, speculative_generate_step
-from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import children
@@ -26,10 +26,7 @@ from kv_settings import same
 from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.folders import cache_directory
-from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.options import KVOptions
-from mlx_flash.kv.wear import FILE_NAME, WriteGovernor
+from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.loading import load_model
 from mlx_flash.monitor.words import size
 from mlx_flash.prefixes import prefixcache
@@ -393,18 +390,6 @@ def test_settings_limit_the_cache_and_the_writes_of_a_day(llama: Path, caplog: p
     assert caplog.text.count("ssd_write_gb_per_day") == 1
     (kept,) = list_prefixes(prefix_directory())
     assert kept.pages < stored and kept.nbytes <= 1_000_000
-
-
-def test_kv_pages_on_disk_are_counted(tmp_path: Path) -> None:
-    governor = WriteGovernor(tmp_path, gb_per_day=0.0001)
-    pool = KVPool(KVOptions(step=64, always_on_disk=True, direct=False), governor.count)
-    caches = make_caches([KVCache() for _ in range(8)], pool.options, pool)
-    for cache in caches:
-        cache.update_and_fetch(mx.ones((1, 2, 640, 64)), mx.ones((1, 2, 640, 64)))
-    for disk in pool.on_disk.values():
-        disk.file.flush()
-    assert governor.telemetry()["session_bytes"] == pool.note().written_bytes > 100_000, "cap or not"
-    pool.close()
 
 
 def test_by_default_nothing_is_remembered(llama: Path) -> None:

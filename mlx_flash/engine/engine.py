@@ -173,7 +173,7 @@ class Engine:
         self.pinned = PinnedLayers()
         self.units: list[Unit] = []
         self.experts: Experts | None = None
-        self._heads: list[HeadState] = []
+        self.heads: list[HeadState] = []
         layout = prepared.layout
         units = [*layout.units, *(unit for cut in layout.finer for unit in cut)]
         modules = {id(module): module for unit in units for module in unit.module.modules()}
@@ -273,12 +273,12 @@ class Engine:
                 tiles = self._tile(unit, heads[unit.name])
                 self._swap(unit, TiledLinear, tiles, unit.large)
                 if unit in layout.heads:
-                    self._heads.append(tiles)
+                    self.heads.append(tiles)
         for unit in layout.embeddings:
             if unit.name in tables:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
                 self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
-                self._heads += [head] if head is not None else []
+                self.heads += [head] if head is not None else []
         self._stream_layers(streamed)
         self.loans.settle()
         self.stream.start()
@@ -345,11 +345,6 @@ class Engine:
         swap_class(unit.module, mixin, state)
         self._streamed.update((id(parameter.container), parameter.key) for parameter in streamed)
 
-    def drop_logits(self, is_dropped: bool) -> None:
-        """Set whether the logits of the next calls are dropped. Streamed heads are not read then."""
-        for head in self._heads:
-            head.is_dropped = is_dropped
-
     def recover(self) -> None:
         """Put right what an exception in a pass, or in a change of what is lent, has cut in two."""
         self.stream.recover()
@@ -415,7 +410,7 @@ class Engine:
         if self._classes:
             self._put_back()
         bind_all(self._bound, [parameter.array for parameter in self._bound])
-        self._heads.clear()
+        self.heads.clear()
         self._classes.clear()
         self._bound.clear()
         self._streamed.clear()

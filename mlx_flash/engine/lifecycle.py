@@ -25,9 +25,9 @@ from mlx_flash.compat.arrays import evaluate
 from mlx_flash.config import GB, FlashConfig, parse_budget
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.passes import Passes
+from mlx_flash.engine.passes import PassCounters, Passes
 from mlx_flash.engine.prepared import Prepared
-from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.engine.status import Status
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, FlashError
 from mlx_flash.forks import finalize, wait_for_finalizers
@@ -147,7 +147,8 @@ class Lifecycle:
         if self._closed:
             raise _closed()
         if self.engine is None:
-            self._manager.start(self, progress and partial(_told, progress))
+            told = progress and (lambda done, total: enginethread.tell(partial(progress, done, total)))
+            self._manager.start(self, told)
 
     @property
     def is_as_loaded(self) -> bool:
@@ -176,8 +177,8 @@ class Lifecycle:
             status = Status(self.name, engine, self.counters, prepared.layout, _running, sections)
             engine.publish(status.collect)
         self.layout, self.plan = prepared.layout, prepared.plan
-        self.passes = Passes(prepared.loaded.called, engine, self.counters)
         self.times = Times(self.plan.seconds, self.plan.row_seconds)
+        self.passes = Passes(prepared.loaded.called, engine, self.counters, self.times)
         self.engine = engine
 
     def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
@@ -293,13 +294,8 @@ def _end_all(engines: Sequence[Engine]) -> None:
 
 def _running() -> list[tuple[Engine, PassCounters]]:
     """Return the running models of the process, and their counters."""
-    models = [(model.engine, model.counters) for model in ModelManager.of_process().running]
+    models = [(model.engine, model.counters) for model in _OF_PROCESS.running]
     return [(engine, counters) for engine, counters in models if engine is not None]
-
-
-def _told(progress: Progress, done: int, total: int) -> None:
-    """Have the caller's thread report progress."""
-    enginethread.tell(partial(progress, done, total))
 
 
 def _closed() -> ClosedError:

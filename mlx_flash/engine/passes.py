@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -22,7 +23,6 @@ from mlx_flash.compat.caches import entries_of
 from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row, teller
 from mlx_flash.engine.engine import Engine, Lending
 from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
-from mlx_flash.engine.status import PassCounters
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
 from mlx_flash.kv.diskcache import arrays_of
@@ -36,9 +36,10 @@ from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.prefixes.leaves import forget
 from mlx_flash.prefixes.prefixcache import KnownCall, PrefixCache
 from mlx_flash.ranks import is_elsewhere
+from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
+from mlx_flash.speculation import Times
 from mlx_flash.streaming.lockstep import CALL_ERRORS, Lockstep, Results
-from mlx_flash.streaming.stream import Place
 
 Outcome = list[Any] | Exception | None
 """Outputs of the calls of a lane, or why there are none; None if its calls need an order."""
@@ -135,11 +136,86 @@ def waiting_bytes(
     return found
 
 
+LONGEST_GAP_SECONDS = 60.0
+"""A longer time between two calls is idle time, not the evaluation of what a call left lazy."""
+
+
+@dataclass(slots=True)
+class PassCounters:
+    """Counters of a model's forward calls, as :mod:`mlx_flash.telemetry` describes them.
+
+    The calling thread writes them, any thread may read them. Moments are of ``time.perf_counter()``. A gap is the time
+    between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
+    counted, and tokens of prompts that share a pass with generated ones count as neither.
+    """
+
+    num_passes: int = 0
+    num_failed: int = 0
+    num_tokens_in: int = 0
+    num_tokens_out: int = 0
+    num_prompt_tokens: int = 0
+    num_sequences: int = 0
+    pass_seconds: float = 0.0
+    last_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_gap_seconds: float = 0.0
+    decode_gap_seconds: float = 0.0
+    num_guessed: int = 0
+    num_right: int = 0
+    began: float | None = None
+    last_began: float = 0.0
+    last_ended: float = 0.0
+    num_tokens: int = 0
+    batch_size: int = 0
+    num_decoding: int = 0
+
+    def begin(self, num_tokens: int, batch_size: int, num_decoding: int) -> None:
+        """Note the start of a pass: its new tokens over all sequences, these, and those of them with one new token."""
+        now = time.perf_counter()
+        gap = now - self.last_ended
+        if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
+            if not self.num_decoding:
+                self.prompt_gap_seconds += gap
+                self.num_prompt_tokens += self.num_tokens
+            elif num_tokens == batch_size:
+                self.decode_gap_seconds += gap
+        self.num_tokens, self.batch_size, self.num_decoding = num_tokens, batch_size, num_decoding
+        self.began = self.last_began = now
+
+    def end(self, *, failed: bool = False) -> None:
+        """Note the end of the call; when it ``failed``, no tokens are counted. Harmless when none has begun."""
+        if self.began is None:
+            return
+        now = time.perf_counter()
+        seconds = now - self.began
+        self.pass_seconds += seconds
+        self.began = None
+        if failed:
+            self.num_failed += 1
+            return
+        Machine.has_run = True
+        self.num_passes += 1
+        self.num_tokens_in += self.num_tokens
+        self.num_sequences += self.batch_size
+        self.last_seconds = seconds
+        if self.num_decoding:
+            self.decode_seconds += seconds
+            self.num_tokens_out += self.num_decoding
+        self.last_ended = now
+
+    def end_guess(self, num_guessed: int, num_right: int) -> None:
+        """Count the tokens that were guessed in the last call, which counts as one token, and those that were right."""
+        self.num_guessed += num_guessed
+        self.num_right += num_right
+        self.num_tokens_in += num_right
+        self.num_tokens_out += num_right
+
+
 class Passes:
     """The passes of a running model."""
 
-    def __init__(self, model: Any, engine: Engine, counters: PassCounters) -> None:
-        self._model, self._body = model, body_of(model)
+    def __init__(self, model: Any, engine: Engine, counters: PassCounters, times: Times) -> None:
+        self._model, self._body, self._times = model, body_of(model), times
         self._engine, self._chain, self._kv, self._counters = engine, engine.chain, engine.kv, counters
         self._lending: Lending | None = None  # None where the pass may not lend
         self._is_proven = self._needs_order = False
@@ -359,7 +435,7 @@ class Passes:
 
             def before(number: int) -> None:
                 part, index = places[number]
-                self._engine.drop_logits(not part.calls[index].wants_logits)
+                self.drop_logits(not part.calls[index].wants_logits)
 
             def after(number: int) -> None:
                 part, index = places[number]
@@ -387,12 +463,8 @@ class Passes:
         if self._chain is None:
             return nullcontext()
         tokens = [call.tokens for part in parts for call in part.calls]
-        return self._chain.calls(tokens, [part.calls[0].cache for part in parts], self._wait_turn)
-
-    def _wait_turn(self, place: Place) -> None:
-        wait_turn = self._engine.stream.wait_turn
-        assert wait_turn is not None
-        wait_turn(place)
+        stream: Any = self._engine.stream  # which lockstep gives a way to wait once it has begun
+        return self._chain.calls(tokens, [part.calls[0].cache for part in parts], lambda place: stream.wait_turn(place))
 
     def _agree(self, results: Results) -> Results:
         """Let a lane that has failed on one rank fail on all, since the others would wait for its messages."""
@@ -450,13 +522,22 @@ class Passes:
 
     def _alone(self, call: ForwardCall) -> list[Any] | Exception:
         """Return the output of a call in a pass of its own, or why there is none."""
-        self._engine.drop_logits(not call.wants_logits)
-        try:
-            output = self._counted([[call]], partial(self._compute, call, is_pass=True))
+
+        def compute() -> Any:
+            output = self._compute(call, is_pass=True)
             mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
+            return output
+
+        self.drop_logits(not call.wants_logits)
+        try:
+            return [self._counted([[call]], compute)]
         except CALL_ERRORS as error:
             return error
-        return [output]
+
+    def drop_logits(self, is_dropped: bool) -> None:
+        """Set whether the logits of the next calls are dropped. Streamed heads are not read then."""
+        for head in self._engine.heads:
+            head.is_dropped = is_dropped
 
     def _known(self, calls: Sequence[ForwardCall]) -> KnownCall | None:
         """Plan what the prefix cache keeps of calls that share a prompt cache and a pass. Return them as it does."""
@@ -535,7 +616,7 @@ class Passes:
         return head_of(self._model, self._body)(states) if call.wants_logits else DroppedResult()
 
     def _counted(self, lanes: Sequence[Sequence[ForwardCall]], run: Callable[[], Any]) -> Any:
-        """Compute some calls in one pass, and count it."""
+        """Compute some calls in one pass, and count it. One that computes tokens alone is measured."""
         num_tokens = num_sequences = num_decoding = 0
         for calls in lanes:
             certain = calls if calls[0].checkpoints is None else calls[:1]
@@ -544,6 +625,8 @@ class Passes:
             num_tokens += size
             num_sequences += batch_size
             num_decoding += batch_size if size == batch_size else 0
+        stats, reader = self._engine.stream.stats, self._engine.reader
+        waited, busy = stats.wait_seconds, reader.busy_seconds
         self._counters.begin(num_tokens, num_sequences, num_decoding)
         try:
             output = run()
@@ -552,6 +635,9 @@ class Passes:
             self._engine.recover()
             raise
         self._counters.end()
+        if num_decoding == num_sequences == len(lanes):
+            rows, seconds = sum(map(len, lanes)), self._counters.last_seconds
+            self._times.note(rows, seconds, stats.wait_seconds - waited, reader.busy_seconds - busy)
         return output
 
 

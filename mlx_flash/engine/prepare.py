@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -14,6 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 from mlx.utils import tree_flatten
 
 from mlx_flash.compat import loaders
@@ -275,14 +274,4 @@ def _folder_of_open_files() -> Path:
 
 
 def _open_files() -> list[Path]:
-    found = []
-    for fd in os.listdir("/dev/fd"):  # noqa: PTH208
-        try:
-            if sys.platform == "darwin":
-                name = fcntl.fcntl(int(fd), fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0").decode()
-            else:
-                name = os.readlink(f"/dev/fd/{fd}")  # noqa: PTH115
-        except OSError:
-            continue  # closed meanwhile, or no file
-        found.append(Path(name))
-    return found
+    return [Path(file.path) for file in psutil.Process().open_files()]

@@ -2,96 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import MappingProxyType
 
 import mlx.core as mx
 
 from mlx_flash.engine.engine import Engine
+from mlx_flash.engine.passes import PassCounters
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint
-from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState, unit_states
 from mlx_flash.telemetry import FACTS, Json
-
-LONGEST_GAP_SECONDS = 60.0
-"""A longer time between two calls is idle time, not the evaluation of what a call left lazy."""
-
-
-@dataclass(slots=True)
-class PassCounters:
-    """Counters of a model's forward calls, as :mod:`mlx_flash.telemetry` describes them.
-
-    The calling thread writes them, any thread may read them. Moments are of ``time.perf_counter()``. A gap is the time
-    between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
-    counted, and tokens of prompts that share a pass with generated ones count as neither.
-    """
-
-    num_passes: int = 0
-    num_failed: int = 0
-    num_tokens_in: int = 0
-    num_tokens_out: int = 0
-    num_prompt_tokens: int = 0
-    num_sequences: int = 0
-    pass_seconds: float = 0.0
-    last_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    prompt_gap_seconds: float = 0.0
-    decode_gap_seconds: float = 0.0
-    num_guessed: int = 0
-    num_right: int = 0
-    began: float | None = None
-    last_began: float = 0.0
-    last_ended: float = 0.0
-    num_tokens: int = 0
-    batch_size: int = 0
-    num_decoding: int = 0
-
-    def begin(self, num_tokens: int, batch_size: int, num_decoding: int) -> None:
-        """Note the start of a pass: its new tokens over all sequences, these, and those of them with one new token."""
-        now = time.perf_counter()
-        gap = now - self.last_ended
-        if self.num_passes and self.last_ended >= self.last_began and gap < LONGEST_GAP_SECONDS:
-            if not self.num_decoding:
-                self.prompt_gap_seconds += gap
-                self.num_prompt_tokens += self.num_tokens
-            elif num_tokens == batch_size:
-                self.decode_gap_seconds += gap
-        self.num_tokens, self.batch_size, self.num_decoding = num_tokens, batch_size, num_decoding
-        self.began = self.last_began = now
-
-    def end(self, *, failed: bool = False) -> None:
-        """Note the end of the call; when it ``failed``, no tokens are counted. Harmless when none has begun."""
-        if self.began is None:
-            return
-        now = time.perf_counter()
-        seconds = now - self.began
-        self.pass_seconds += seconds
-        self.began = None
-        if failed:
-            self.num_failed += 1
-            return
-        Machine.has_run = True
-        self.num_passes += 1
-        self.num_tokens_in += self.num_tokens
-        self.num_sequences += self.batch_size
-        self.last_seconds = seconds
-        if self.num_decoding:
-            self.decode_seconds += seconds
-            self.num_tokens_out += self.num_decoding
-        self.last_ended = now
-
-    def end_guess(self, num_guessed: int, num_right: int) -> None:
-        """Count the tokens that were guessed in the last call, which counts as one token, and those that were right."""
-        self.num_guessed += num_guessed
-        self.num_right += num_right
-        self.num_tokens_in += num_right
-        self.num_tokens_out += num_right
 
 
 class Status:

@@ -13,7 +13,6 @@ loops run. Tokens and log probabilities are mlx-lm's own.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -34,7 +33,6 @@ from mlx_flash.compat.generation import (
     with_names,
 )
 from mlx_flash.engine.call import Row
-from mlx_flash.engine.engine import Engine
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
 from mlx_flash.kv.checkpoints import trimmable
@@ -339,7 +337,7 @@ def _take_segments(segments: list[list[int]], cache: list[Any], most: int | None
 def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) -> None:
     """Compute a part of each sequence, in as few passes as memory allows. Errors of one sequence are in its row.
 
-    A pass that computes tokens alone is measured. ``most`` is that of :meth:`GeneratedSequence.begin`.
+    ``most`` is that of :meth:`GeneratedSequence.begin`.
 
     Raises: ReadError: weights could not be read, and no sequence went on.
     """
@@ -349,10 +347,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
     for sequence in sequences:
         rows.append(sequence.begin(num_others, most=most))
         num_others += max(0, sequence.num_calls - 1)
-    counts = [sequence.num_calls for sequence in sequences]
-    are_tokens = 0 not in counts
-    engine, num_passes, began = model.engine, model.counters.num_passes, time.perf_counter()
-    waited, busy = _reading(engine)
     model.advance(rows)
     without = [
         sequence
@@ -363,16 +357,6 @@ def compute(sequences: Sequence[GeneratedSequence], *, most: int | None = None) 
         sequence.has_room, sequence.row = False, None
     if without:
         model.advance([sequence.begin() for sequence in without])
-    is_one_pass = model.engine is engine and model.counters.num_passes == num_passes + 1
-    if are_tokens and is_one_pass:
-        num_calls, seconds = sum(len(row.outputs) for row in rows), time.perf_counter() - began
-        now_waited, now_busy = _reading(engine)
-        model.times.note(max(1, num_calls), seconds, now_waited - waited, now_busy - busy)
-
-
-def _reading(engine: Engine | None) -> tuple[float, float]:
-    """Return the seconds that a pass has waited for weights, and those with reads in flight, up to now."""
-    return (0.0, 0.0) if engine is None else (engine.stream.stats.wait_seconds, engine.reader.busy_seconds)
 
 
 _CLEAR_EVERY = 256

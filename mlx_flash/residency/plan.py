@@ -140,7 +140,7 @@ class ResidencyPlan:
             self.keeps_states,
         )
 
-    @property
+    @cached_property  # asked for each token
     def process_bytes(self) -> int:
         """Memory of the process itself, without arrays, and buffers."""
         return self.base_bytes - self.active_bytes + self.bounce_bytes + self.prefix_bytes + self.cache_limit

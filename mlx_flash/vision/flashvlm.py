@@ -167,8 +167,8 @@ class FlashVLM(ModelFacade):
     def get_input_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings of tokens, pictures and sound, as mlx-vlm's model does."""
 
-        def compute(_: Passes) -> Any:
-            self._look_at_logits()
+        def compute(passes: Passes) -> Any:
+            passes.drop_logits(False)
             self.towers.has_room = self._make_room(args, kwargs)
             try:
                 result = self._model.get_input_embeddings(*args, **kwargs)
@@ -197,8 +197,8 @@ class FlashVLM(ModelFacade):
         modules = (module for _, module in self._model.named_modules())
         holder, key = next((module, key) for module in modules for key, child in module.items() if child is own)
 
-        def compute(_: Passes) -> Any:
-            self._look_at_logits()
+        def compute(passes: Passes) -> Any:
+            passes.drop_logits(False)
             setattr(holder, key, self.language_model)
             try:
                 return self._model(*args, **kwargs)
@@ -206,10 +206,6 @@ class FlashVLM(ModelFacade):
                 setattr(holder, key, own)
 
         return self._life.run(compute, lambda: (args, kwargs))
-
-    def _look_at_logits(self) -> None:
-        assert self.engine is not None
-        self.engine.drop_logits(False)
 
     def parameters(self) -> dict[str, Any]:
         """None: those that are in memory all the time belong to the language model."""

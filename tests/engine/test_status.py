@@ -19,9 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 import zoo
 from faulty import threads_of_models
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine import status
+from mlx_flash.engine import passes, status
+from mlx_flash.engine.passes import PassCounters
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.status import PassCounters, Status
+from mlx_flash.engine.status import Status
 from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, same_bits, save, stock
@@ -199,7 +200,7 @@ def test_counters_of_passes() -> None:
 def test_lazy_calls_count_the_time_of_their_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of a model that is in memory returns before MLX computes: its work is done before the next call."""
     counters, now = PassCounters(), [100.0]
-    monkeypatch.setattr(status, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(passes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for num_tokens, gap in [(1000, 0.05), (1, 0.02), (1, 0.02), (1, 0.04), (1000, 0.0)]:
         counters.begin(num_tokens, 1, int(num_tokens == 1))
         counters.end()

@@ -71,7 +71,6 @@ class _Call(Generic[T]):
         self.news: SimpleQueue[Tell | None] = SimpleQueue()
 
     def run(self) -> None:
-        """Do the work."""
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -103,7 +102,6 @@ class _Call(Generic[T]):
         _gates.append(gate)
 
     def result(self) -> T:
-        """Return the result after the end, or raise the error."""
         if self._error is not None:
             if isinstance(self._error, CallEndedError):  # Python ends, and with it this thread, which is a daemon
                 self.news.get()
@@ -136,7 +134,6 @@ class _EngineThread(threading.Thread):
         self.has_ended = False  # of ``is_alive`` Python 3.11 makes False for good, if an interrupt ends it
 
     def run(self) -> None:
-        """Do the work of callers, one after another."""
         try:
             with LoadingStreams().in_force():  # what is left to be computed may be computed by any thread
                 while (call := self.calls.get()) is not None:

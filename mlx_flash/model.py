@@ -534,10 +534,8 @@ class FlashLLM(ModelFacade):
 
 
 def _arrays_of(rows: Sequence[Row]) -> list[Any]:
-    """Return tokens and prompt caches of rows as arrays."""
     return [[part.tokens for part in row.left] + arrays_of(row.whole.cache or ()) for row in rows]
 
 
 def _applied(use: Callable[[mx.array], Any], run: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what is made of the output of a body, or of a head."""
     return use(run(*args, **kwargs))

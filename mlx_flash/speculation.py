@@ -109,7 +109,6 @@ class Acceptance:
         self._tried[quality] = self._tried.get(quality, 0.0) * _FORGETS + num_counted
 
     def of(self, quality: int) -> float:
-        """Return the expected share of right tokens."""
         before = 2 * self.expected.get(quality, 0.5)
         return (before + self._right.get(quality, 0.0)) / (2 + self._tried.get(quality, 0.0))
 
@@ -145,7 +144,6 @@ class Source(Protocol):
         return
 
     def note_seconds(self, seconds: float) -> None:
-        """Note the time that a guess of a token took."""
         self.guess_seconds += (1 - _KEEPS if self.guess_seconds else 1) * (seconds - self.guess_seconds)
 
 
@@ -163,7 +161,6 @@ class Guesses:
         self.reader: Any = next((source for source in sources if source.reads), None)
 
     def add(self, token: int) -> None:
-        """Add the next token of the text."""
         for each in self._sources:
             each.source.add(token)
             if each.unchecked is not None:
@@ -209,7 +206,6 @@ class _Judged:
         self.unchecked = None
 
     def worth(self, times: Times, limit: int, num_others: int) -> Worth:
-        """Return how many of its guesses to compute."""
         seconds, acceptance = self.source.guess_seconds, self.acceptance.of(self.quality)
         return worth_guessing(acceptance, times.pass_seconds, times.row_seconds, limit, seconds, num_others=num_others)
 
@@ -243,7 +239,6 @@ class Lookup(Source):
         self._at: int | None = None
 
     def add(self, token: int) -> None:
-        """Add the next token."""
         self._added.append(token)
 
     def look(self) -> int:
@@ -291,7 +286,6 @@ class Draft(Source):
         self._guessed: list[tuple[int, list[PutBack]]] = []
 
     def add(self, token: int) -> None:
-        """Add the next token of the text."""
         self._coming.append(token)
 
     def look(self) -> int:
@@ -299,7 +293,6 @@ class Draft(Source):
         return 1
 
     def guess(self, number: int) -> Sequence[int]:
-        """Return the next tokens."""
         token = self._catch_up()
         found = [token]
         while len(found) < number:
@@ -309,13 +302,11 @@ class Draft(Source):
         return found
 
     def end(self) -> None:
-        """Leave the cache with the text and nothing else."""
         self._take_back()
         if self._coming:
             self._catch_up()
 
     def leave(self) -> None:
-        """Have the cache say the text, and compute what it lacks when somebody looks."""
         self._take_back()
         owed = Owed(self._cache)
 
@@ -344,7 +335,6 @@ class Draft(Source):
         return token
 
     def _next(self, tokens: Sequence[int]) -> int:
-        """Add tokens to the cache. Return the likeliest next one."""
         began = time.perf_counter()
         output = self._model(mx.array([tokens]), cache=self._cache)
         token = mx.argmax(output[0, -1])
@@ -398,7 +388,6 @@ class OwnGuesses(Source):
     # Between passes
 
     def add(self, token: int) -> None:
-        """Add the next token of the text."""
         self._is_prompt = False
         if self._num_ahead > 0:
             self._tokens.append(token)
@@ -414,7 +403,6 @@ class OwnGuesses(Source):
         return sum(states.shape[1] for states in self._before) - len(self._tokens)
 
     def guess(self, number: int) -> Sequence[int]:
-        """Return the next tokens."""
         return self._compute(partial(self._guess, number)) or [0]
 
     def _guess(self, number: int) -> list[int]:

@@ -140,7 +140,6 @@ class ForwardCall:
 
     @property
     def batch_size(self) -> int:
-        """Sequences."""
         return 1 if self.tokens is None else len(self.tokens)
 
     @property
@@ -312,11 +311,9 @@ class Row:
 
     @property
     def is_done(self) -> bool:
-        """True if nothing is left to compute."""
         return self.error is not None or not self.left
 
     def lane(self, num_parts: int = 1) -> Lane:
-        """Return the next parts, to be computed in one pass."""
         calls, num_kept = [*islice(self.left, num_parts)], self.num_joined
         if num_parts > 1 and self.joins:
             num_kept += sum([call.num_tokens for call in calls])
@@ -380,17 +377,14 @@ class Row:
 
     @property
     def num_left(self) -> int:
-        """Tokens that are not computed yet."""
         return min(self._total, sum(part.num_tokens for part in self.left))
 
     def tell(self, more: int, share: float = 1.0) -> None:
-        """Report the tokens that are done, and a share of the next ones."""
         if self.report is not None:
             done = min(self._total, self._total - self.num_left + int(share * more))
             enginethread.tell(partial(self.report, done, self._total))
 
     def finish(self, calls: Sequence[ForwardCall], outcome: list[Any] | Exception) -> None:
-        """Take the outputs of the next parts, or the reason why there are none."""
         if isinstance(outcome, Exception):
             self.error = outcome
             return
@@ -411,7 +405,6 @@ class Row:
         return Debt(-num_more, partial(self.keep, number)) if is_guessed else None
 
     def _join(self, call: ForwardCall, logits: mx.array) -> None:
-        """Write the logits of a part into the array with those of all parts."""
         length = self.whole.length
         if not self.outputs:
             self.outputs.append(mx.zeros((len(logits), length, *logits.shape[2:]), logits.dtype))

@@ -120,7 +120,6 @@ class Lending:
         return adapted
 
     def end(self) -> None:
-        """Give back all that was lent."""
         self._loans.recall(self._loans.nbytes)
         if self._experts is not None:
             self._resize(self._planned)
@@ -235,7 +234,6 @@ class Engine:
         self._publisher.start()
 
     def adapt(self, plan: ResidencyPlan) -> None:
-        """Go on with a plan for another budget."""
         self.plan = plan
         self.reader.cached.room = _room(self._config, plan)
 
@@ -353,7 +351,6 @@ class Engine:
 
     @property
     def is_resident(self) -> bool:
-        """True if all weights are in memory all the time."""
         return not self._streamed
 
     def is_streamed(self, container: object, key: object) -> bool:
@@ -367,12 +364,10 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """Experts in memory."""
         return 0 if self.experts is None else self.experts.pool.slots.committed
 
     @property
     def weight_bytes(self) -> int:
-        """All weights in memory, and slots for others."""
         plan = self.plan
         weights = plan.resident_bytes + plan.pinned_bytes + plan.mtp_bytes + plan.slots_bytes
         return weights + self.pool_bytes + self.loans.nbytes

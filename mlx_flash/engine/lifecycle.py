@@ -262,7 +262,6 @@ class Lifecycle:
             self._stop()
 
     def close(self) -> nn.Module:
-        """End streaming. As :meth:`FlashLLM.close`."""
         model: nn.Module = self.prepared.loaded.model
         if os.getpid() != self._pid:
             return model  # of the parent, which goes on
@@ -293,7 +292,6 @@ def _end_all(engines: Sequence[Engine]) -> None:
 
 
 def _running() -> list[tuple[Engine, PassCounters]]:
-    """Return the running models of the process, and their counters."""
     models = [(model.engine, model.counters) for model in _OF_PROCESS.running]
     return [(engine, counters) for engine, counters in models if engine is not None]
 
@@ -485,11 +483,9 @@ class Watcher:
         return self._thread in threading.enumerate()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def look(self) -> None:
-        """Look at the machine once, and change the budget if it is time to."""
         budget = self._manager.budget_bytes
         tide = self._tide if self._tide is not None and self._tide.budget == budget else Tide(budget, self._clock())
         self.reading = self._read()

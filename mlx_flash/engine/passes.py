@@ -378,7 +378,6 @@ class Passes:
         return whole.goes_to_disk(0 if self._lending is None else self._lending.recallable)
 
     def _tell_step(self, row: Row, step: int) -> None:
-        """Log that the parts of a row get smaller; warn once of each size."""
         level = logging.INFO if step in self._told_steps else logging.WARNING
         self._told_steps.add(step)
         log.log(
@@ -477,7 +476,6 @@ class Passes:
         ]
 
     def _run(self, lanes: Mapping[Row, Lane]) -> None:
-        """Compute parts of some rows in a pass."""
         parts = [_Part(row, lane.calls) for row, lane in lanes.items()]
         with self._undoing(parts):
             for part in parts:
@@ -676,7 +674,6 @@ class Undo:
         self._steps += [] if reader is None else [reader.restart]
 
     def __call__(self) -> None:
-        """Put the cache back."""
         for step in self._steps:
             step()
 

@@ -142,7 +142,6 @@ class RowGenerator(BatchGenerator):
         return None
 
     def _begin(self, waiting: Waiting) -> GeneratedSequence:
-        """Return a sequence that begins."""
         reading = self._reading(waiting.uid)
         prompt = [*waiting.tokens, *(token for segment in waiting.segments for token in segment)]
         step, segments, max_tokens = self.prefill_step_size, waiting.segments, int(waiting.max_tokens)
@@ -211,7 +210,6 @@ class RowGenerator(BatchGenerator):
                 _choose_next(sequence)
 
     def _answer(self, sequence: GeneratedSequence) -> Any:
-        """Return the token that a sequence has chosen."""
         number, logprobs, _ = sequence.take()
         reason = "length" if sequence.num_tokens >= sequence.max_tokens else None
         reason = "stop" if sequence.stop.advance(number) else reason
@@ -250,13 +248,11 @@ class RowGenerator(BatchGenerator):
 
     @property
     def prompt_cache_nbytes(self) -> int:
-        """Bytes of all caches."""
         waiting = int(super().prompt_cache_nbytes)
         return waiting + sum(int(entry.nbytes) for sequence in self._running for entry in sequence.cache)
 
 
 def _choose_next(sequence: GeneratedSequence) -> None:
-    """Choose the next token of a sequence that is ready."""
     key = random_key()
     sequence.choose()
     if random_key() is not key:  # whose order of numbers would depend on guesses
@@ -295,7 +291,6 @@ class SharingGenerator(StockBatchGenerator):  # type: ignore[misc]
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
-        """Return what computes a batch."""
         wanted = wanted_of(sys._getframe(1)) if isinstance(model, FlashLLM) else None
         if wanted is None or not shares_passes(model, wanted.lengths, wanted.given):
             return super().__new__(cls)

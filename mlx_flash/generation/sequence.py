@@ -197,7 +197,6 @@ class GeneratedSequence:
         return None
 
     def _guess(self, num_others: int) -> Sequence[int]:
-        """Return guesses of the tokens after the last one."""
         limit = self.max_tokens - self.num_tokens - 1 if self.max_tokens > 0 else MAX_GUESSES
         if self.guesses is None or not self.has_room or not self.guesses.look(limit):
             return []
@@ -282,7 +281,6 @@ class GeneratedSequence:
 
     @property
     def last(self) -> int:
-        """The token that was chosen last."""
         assert self._token is not None
         number: Any = self._token.item()
         return int(number)
@@ -491,7 +489,6 @@ def _generate(
 
 
 def _compute(sequence: GeneratedSequence, stream: Any) -> None:
-    """Compute what the next token follows from, if that is not done."""
     while not sequence.is_ready:
         with mx.stream(stream):
             compute([sequence])

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 import mlx_flash
 from differential.scripts import VOCAB_SIZE, Output, Script, bits, carried_out, cut, stock_generate
+from mlx_flash.generation import speculative_generate_step
 from vocabularies import write_tokenizer
 
-WAYS = ("calls", "ours", "text", "stock")
-"""Calls of the model; ``mlx_flash.generate_step`` and ``stream_generate``; mlx-lm's own ``generate_step``."""
+WAYS = ("calls", "ours", "text", "stock", "draft")
+"""Calls of the model; ``mlx_flash.generate_step`` and ``stream_generate``; mlx-lm's own ``generate_step``;
+``speculative_generate_step`` with a draft model, which only guesses where weights are streamed."""
 
 
 @functools.cache
@@ -70,8 +73,8 @@ class Falls(logging.Filter):
 class Run:
     """A script that is carried out with a streamed model, in one of ``WAYS``."""
 
-    def __init__(self, model: Any, script: Script, way: str, cache: list[Any], falls: Falls) -> None:
-        self.model, self.way, self.cache = model, way, cache
+    def __init__(self, model: Any, script: Script, way: str, cache: list[Any], falls: Falls, draft: Any = None) -> None:
+        self.model, self.way, self.cache, self.draft = model, way, cache, draft
         self._script, self._falls, self._first = script, falls.found, len(falls.found)
         self._parts: list[int] = []
         self._found: list[tuple[int, mx.array]] = []
@@ -82,7 +85,16 @@ class Run:
             return carried_out(self._script, self.model, self.cache, mlx_flash.generate_step, **options)
         if self.way == "text":
             return carried_out(self._script, self.model, self.cache, text_step, **options)
+        if self.way == "draft":
+            return carried_out(self._script, self.model, self.cache, self._draft_step, **options)
         return carried_out(self._script, self._call, self.cache, stock_generate.generate_step, **options)
+
+    def _draft_step(self, prompt: mx.array, model: Any, *, prompt_cache: list[Any], **options: Any) -> Iterator[Any]:
+        caches = [*prompt_cache, *make_prompt_cache(self.draft)]
+        steps: Any = speculative_generate_step(prompt, model, self.draft, prompt_cache=caches, **options)
+        with contextlib.closing(steps):
+            for token, logprobs, _ in steps:
+                yield token, logprobs
 
     def _call(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Call the model, and note in which parts it computes the tokens."""

@@ -12,21 +12,25 @@ from typing import Any
 
 import mlx.core as mx
 
+from differential.runs import WAYS
 from differential.scripts import BEFORE_STEP, VOCAB_SIZE, fill, make_cache
 from faulty import open_in_the_end, open_things, unfinished
 from mlx_flash import BudgetError, DiskKVCache, FlashConfig, FlashLLM, load_model
-from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised, stock
+from zoo import configuration
 
 TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": NARROW_LLAMA | TINY | {"num_hidden_layers": 4},
     "packed": NARROW_LLAMA | TINY,
+    "tied": NARROW_LLAMA | TINY | {"tie_word_embeddings": True},
     "gemma3": GEMMA3 | TINY | {"num_hidden_layers": 3},
     "mamba2": MAMBA2 | TINY,
     "mixture": QWEN3_MOE | TINY,
+    "hybrid": configuration("qwen3_next") | {"vocab_size": VOCAB_SIZE},
 }
-"""``packed`` has weights of 4 bits."""
+"""``packed`` has weights of 4 bits; ``tied`` of bf16, in two shards, at places where they cannot be read directly."""
 
 BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "min": (0.0, {"lend_reserves": False}),
@@ -73,7 +77,7 @@ class Row:
 def _rows() -> Iterator[Row]:
     budgets = ["min", "small", "large", "memory"]
     yield from (Row("llama", budget, place) for place in ("memory", "rotating", "quantized") for budget in budgets)
-    yield from (Row("packed", budget, "memory") for budget in ("min", "large"))
+    yield from (Row(name, budget, "memory") for name in ("packed", "tied", "hybrid") for budget in ("min", "large"))
     yield from (Row("llama", budget, "own disk") for budget in ("min", "large", "memory"))
     yield from (Row("llama", budget, "disk") for budget in ("min", "large", "memory"))
     yield from (Row(*each, "disk") for each in (("gemma3", "min"), ("mixture", "large")))
@@ -98,8 +102,10 @@ class Zoo:
         """Return a model's folder."""
         path, config = self.folder / architecture, ARCHITECTURES[architecture]
         if not path.exists():
-            if architecture == "mamba2":
+            if architecture in ("mamba2", "hybrid"):
                 save_initialised(path, dict(config))
+            elif architecture == "tied":
+                save(path, dict(config), mx.bfloat16, num_shards=2, header_shift=1)
             else:
                 save(path, dict(config), bits=4 if architecture == "packed" else None)
         return path
@@ -116,6 +122,8 @@ class Subject:
         if not zoo.is_warm:
             load_model(self.folder, FlashConfig(ram_budget_gb=LARGE_GB))[0].close()
             zoo.is_warm = True
+        # a small model of the same tokens that is right now and then
+        self.draft = None if row.budget == "memory" else stock(self.folder)
         gc.collect()
         self._things = open_things()
         self.model = self._open()
@@ -150,6 +158,11 @@ class Subject:
             **PLACES.get(self.row.place, {}),
         }
         return load_model(self.folder, FlashConfig(**settings))[0]
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of its runs. In memory, mlx-lm's own loop checks several guesses in one call, with other bits."""
+        return WAYS[: None if self.draft is not None and self.row.place != "quantized" else -1]
 
     @property
     def step(self) -> int:

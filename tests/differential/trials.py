@@ -17,10 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import mlx_flash
-from differential.runs import WAYS, Falls, Run
+from differential.runs import Falls, Run
 from differential.scripts import (
     Output,
     Script,
@@ -34,7 +35,9 @@ from differential.scripts import (
 from differential.signals import Reads, is_ours, struck
 from differential.stock import PLAIN_TOKENIZER, Stock, Told
 from differential.table import Row, Subject, Zoo
+from interrupt_points import Tracer
 from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError
+from oracle import on_a_machine
 
 
 class Wrong(AssertionError):
@@ -56,7 +59,9 @@ class Trial:
         self.counts: Counter[str] = Counter()  # what came of it, by kind
         self.falls = Falls()
         row = subject.row
-        ways = WAYS[1:] if row.place == "quantized" or event in CALLBACKS else WAYS
+        # in a large budget, mlx-lm's own loop checks several guesses of a draft model in one call, with other bits
+        self.ways = tuple(way for way in subject.ways if way != "draft" or event != "budget")
+        ways = self.ways[row.place == "quantized" or event in CALLBACKS :]
         prompt = tokens_of(self.dice.randrange(6), self.dice.choice((1, 2, 5, 13, 18, 25)))
         steps = (4, 8, 16)
         if row.place == "prefixes":  # which has pages of 256 tokens
@@ -73,7 +78,7 @@ class Trial:
             seed=self.dice.randrange(4) if way != "calls" and event not in ("sampler", "nested") else 0,
         )
         self.cache = subject.cache()
-        self.run = Run(subject.model, script, way, self.cache, self.falls)
+        self.run = Run(subject.model, script, way, self.cache, self.falls, subject.draft)
 
     def __str__(self) -> str:
         script = self.run.script
@@ -148,11 +153,11 @@ class Trial:
         ``lengths`` are those that it may have; without any, those between two calls.
         """
         cache = self.cache if cache is None else cache
-        way = self.dice.choice(WAYS if self.script.place != "quantized" else WAYS[1:])
+        way = self.dice.choice(self.ways[self.script.place == "quantized" :])
         steps = "calls" if way == "calls" else "steps"
         prompt = tokens_of(7, self.dice.choice((1, 3)))
         script = Script(self.script.folder, self.script.place, 0, prompt, 4, 2, steps)
-        run = Run(self.subject.model, script, way, cache, self.falls)
+        run = Run(self.subject.model, script, way, cache, self.falls, self.subject.draft)
         forms, can_go_on = is_quantized(cache), can_be_put_back(cache)
         try:
             run.generate()
@@ -268,6 +273,17 @@ def _strike(kind: type[BaseException], is_burst: bool, trial: Trial) -> None:
     _check_ours(trial.errors)
     trial.allowed = (KeyboardInterrupt, TimeoutError)
     trial.finish(is_complete=not trial.errors)
+
+
+def traced(trial: Trial) -> None:
+    """An interrupt comes at an instruction of the thread that waits for passes."""
+    if Tracer(_point(trial.dice)).strike(trial.run.generate):
+        trial.errors, trial.allowed = [KeyboardInterrupt()], (KeyboardInterrupt,)
+    trial.finish(is_complete=not trial.errors)
+
+
+def _point(dice: random.Random) -> int:
+    return int(10 ** dice.uniform(0, 3.3))
 
 
 def _check_ours(errors: list[BaseException]) -> None:
@@ -545,6 +561,9 @@ def _batch(kinds: Sequence[str], trial: Trial) -> None:
     seconds = subject.seconds.get("ours", 0.004) * (10 + 4 * len(scripts))
     if what == "none":
         trial.attempt(operation)
+    elif what == "traced":
+        trial.errors += [KeyboardInterrupt()] * Tracer(_point(dice)).strike(operation)
+        trial.allowed = (KeyboardInterrupt,)
     elif what == "read":
         with Reads(subject.folder).watched(dice.choice(("error", "end")), dice.randrange(1, 60), 3):
             trial.attempt(operation)
@@ -581,7 +600,8 @@ def _check_batch(trial: Trial, scripts: list[Script], found: Any) -> None:
 
 
 def _logit(logits: Any, token: int) -> float:
-    return float(np.frombuffer(logits[2], np.float32)[token])
+    kind = getattr(mx, logits[0].removeprefix("mlx.core."))
+    return float(mx.array(np.frombuffer(logits[2], np.uint8)).view(kind)[token].item())
 
 
 EVENTS: dict[str, Callable[[Trial], None]] = {
@@ -606,6 +626,8 @@ EVENTS: dict[str, Callable[[Trial], None]] = {
     "threads": threads,
     "turns": turns,
     "batch": partial(_batch, ("none", "read")),
+    "traced": traced,
+    "batch traced": partial(_batch, ("traced",)),
     "batch struck": partial(_batch, ("interrupt", "burst")),
 }
 
@@ -618,13 +640,13 @@ SIGNALS = {"loading", "interrupt", "burst", "alarm", "batch struck"}
 
 def events_of(row: Any) -> list[str]:
     """Return the events that a row can have."""
-    left_out = {"batch", "batch struck"} if row.place not in ("memory", "disk") else set[str]()
+    left_out = {"batch", "batch struck", "batch traced"} if row.place not in ("memory", "disk") else set[str]()
     if row.place == "prefixes":
         left_out |= {"threads", "turns", "reads"}
     if row.budget in ("small", "memory"):  # where more is in memory than the plan says
         left_out.add("reads")
     if row.budget == "memory":  # mlx-lm's own calls, which a signal cuts in two
-        left_out |= SIGNALS - {"loading"}
+        left_out |= (SIGNALS | {"traced", "batch traced"}) - {"loading"}
     return [event for event in EVENTS if event not in left_out]
 
 
@@ -633,6 +655,12 @@ def try_row(row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str) 
 
     The note of an error says how to repeat it.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        on_a_machine(patch, 1.0, 0.16)  # on which guesses pay
+        return _try_row(row, events, zoo, stock, seed)
+
+
+def _try_row(row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str) -> Counter[str]:
     subject, counts = Subject(row, zoo), Counter[str]()
     try:
         for number, event in enumerate(["none", *events]):

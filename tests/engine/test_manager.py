@@ -6,24 +6,20 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
-from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.engine import Engine
+from mlx_flash import BudgetError, ConfigError, FlashConfig, FlashError, FlashLLM, load_model
 from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.enginethread import Progress
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.residency.plan import MB, ResidencyPlan
+from mlx_flash.residency.plan import MB
 from models import LLAMA, QWEN3_MOE, WIDE_LLAMA, same_bits, save
 from saved_models import model_fixture
 from zoo import configuration
@@ -31,73 +27,22 @@ from zoo import configuration
 directory = model_fixture(LLAMA, mx.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def plan(directory: Path) -> ResidencyPlan:
-    return prepare(directory, FlashConfig(ram_budget_gb="min", context_length=256)).plan
-
-
-class Model:
-    """A model as the manager knows it, of some size."""
-
-    engine: Engine | None = None
-    num_recalls = promised_bytes = 0
-    is_as_loaded = True
-
-    def __init__(self, name: str, plan: ResidencyPlan, megabytes: int, error: Exception | None = None) -> None:
-        self.name, self.error = name, error
-        self.plan = replace(plan, model_bytes=megabytes * MB, base_bytes=0, minimum_bytes=megabytes * MB)
-        self.promised: list[tuple[int, Progress | None]] = []
-        self.budgets: list[tuple[int, bool]] = []
-
-    def begin(self, promised_bytes: int, progress: Progress | None) -> None:
-        self.promised.append((promised_bytes, progress))
-        if self.error is not None:
-            raise self.error
-        self.engine = cast(Engine, object())
-
-    def end_loans(self) -> None:
-        self.num_recalls += 1
-
-    def share_budget(self, nbytes: int) -> None:
-        assert nbytes >= self.plan.budget_bytes
-
-    def set_budget(self, nbytes: int, base_bytes: int, *, is_alone: bool) -> None:
-        self.budgets.append((nbytes, is_alone))
-
-    def close(self) -> nn.Module:
-        raise NotImplementedError
-
-
-def manager_of(*models: Model) -> ModelManager:
-    manager = ModelManager()
-    for model in models:
-        manager.add(model)
-    return manager
-
-
-def test_the_first_start_starts_all_the_smallest_first(plan: ResidencyPlan) -> None:
-    large, small = Model("large", plan, 500), Model("small", plan, 20)
-    manager = manager_of(large, small)
-    assert manager.waiting == [small, large] and manager.running == []
-
-    def progress(done: int, total: int) -> None:
-        pass
-
-    manager.start(large, progress)
-    assert manager.running == [large, small] and manager.waiting == []
-    assert small.promised == [(500 * MB, None)]  # what the large one needs at least
-    assert large.promised == [(plan.kv_bytes + plan.activation_bytes, progress)]  # what the small one may still take
-
-
-def test_a_model_that_cannot_start_stops_itself_only(plan: ResidencyPlan) -> None:
-    broken, other = Model("broken", plan, 10, BudgetError("too small", 1)), Model("other", plan, 20)
-    manager = manager_of(broken, other)
-    manager.start(other)
-    assert manager.running == [other] and manager.waiting == [broken]
-    assert other.num_recalls == 0
-    with pytest.raises(BudgetError, match="too small"):
-        manager.start(broken)
-    assert other.num_recalls == 1  # what it has beyond its plan may be what the other one lacks
+def test_a_model_that_cannot_start_stops_itself_only(directory: Path, tmp_path: Path) -> None:
+    """The first start starts all, the smallest first: each leaves those after it what they need at least."""
+    manager, config = ModelManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
+    folder = save(tmp_path / "broken", LLAMA | {"num_hidden_layers": 2}, mx.bfloat16)
+    other, broken = (FlashLLM(prepare(path, config), config, path.name) for path in (directory, folder))
+    with other, broken:
+        assert manager.waiting == [broken._life, other._life]
+        (folder / "model.safetensors").unlink()
+        told: list[tuple[int, int]] = []
+        other.start(lambda *progress: told.append(progress))
+        assert manager.running == [other._life] and manager.waiting == [broken._life] and told
+        least = broken.plan.minimum_bytes - broken.plan.base_bytes
+        assert other.plan.base_bytes >= other._life.promised_bytes == least > 0
+        with pytest.raises(FlashError, match="broken"):
+            broken.start()
+        mx.eval(other(mx.array([[1, 2, 3]])))
 
 
 def test_the_manager_of_the_process_lists_streamed_models(directory: Path) -> None:
@@ -166,6 +111,8 @@ def test_budgets_that_change_add_nothing_to_what_models_need(directory: Path, mo
     manager, config = ModelManager.of_process(), FlashConfig(ram_budget_gb=1, context_length=256)
     with mlx_flash.load_model(directory, config)[0] as first, mlx_flash.load_model(directory, config)[0] as second:
         least = manager.least_budget
+        with pytest.raises(BudgetError, match=f"each alone: {first.name} 0"):
+            manager.set_ram_budget(least / 1e9 - 0.001)
         for budget_gb in (0.9, 1.0, 0.9):
             manager.set_ram_budget(budget_gb)
             for model in (first, second):
@@ -189,17 +136,6 @@ def test_freed_buffers_are_given_back_while_a_model_runs(directory: Path) -> Non
         after = mx.set_cache_limit(before)
         assert after == (1 << 24 if mx.default_device() == mx.gpu else 0)  # putting it back would start system threads
         mx.clear_cache()
-
-
-def test_a_budget_must_hold_all_models(plan: ResidencyPlan) -> None:
-    large, small = Model("large", plan, 500), Model("small", plan, 20)
-    manager = manager_of(large, small)
-    assert manager.least_budget == 520 * MB
-    with pytest.raises(BudgetError, match=r"large 0\.500"):
-        manager.set_ram_budget(0.519)
-    assert large.budgets == small.budgets == []
-    manager.set_ram_budget(0.52)
-    assert large.budgets == small.budgets == [(520 * MB, False)]
 
 
 @pytest.mark.parametrize("shape", [LLAMA, configuration("deepseek_v3")], ids=["llama", "deepseek_v3"])

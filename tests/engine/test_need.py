@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,8 +23,6 @@ from mlx_flash.engine.need import layers_at_once, need
 from mlx_flash.engine.passes import waiting_bytes
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.streaming import layers
-from mlx_flash.streaming.layers import PinnedLayers
 from models import LLAMA, run, same_bits, save, stock
 from saved_models import model_fixture
 from streamed import streamed_whole
@@ -392,41 +389,3 @@ def test_prompt_that_turns_out_to_need_an_order_leaves_no_logits_behind(tmp_path
 
 
 # Layers in memory: those that calls wait for where there is a GPU, which works far behind, and linear ones.
-
-
-class Layer(nn.Module):
-    """A layer with a child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return x + self.linear(x)
-
-
-@pytest.fixture
-def pinned() -> PinnedLayers:
-    found = PinnedLayers()
-    found.modules += [Layer() for _ in range(7)]
-    return found
-
-
-def waits_of(pinned: PinnedLayers, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the layers after which a call waits_of, and check its result."""
-    x, seen, position = mx.ones(4), [], 0
-    with monkeypatch.context() as patch:
-        patch.setattr(layers, "compute", lambda *roots: seen.append(position))
-        y = expected = x
-        for position, module in enumerate(pinned.modules, 1):  # noqa: B007  (the function above has it)
-            y, expected = module(y), expected + module.linear(expected)
-    assert mx.array_equal(y, expected)
-    return seen
-
-
-def test_a_call_waits_after_so_many_layers(pinned: PinnedLayers, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [type(module) for module in pinned.modules]
-    for number in (None, 3, 2, 2, None, 1, 7, None):
-        pinned.compute_at_once(number)
-        assert waits_of(pinned, monkeypatch) == [i for i in range(1, 8) if number and i % number == 0]
-    assert [type(module) for module in pinned.modules] == kinds

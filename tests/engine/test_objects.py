@@ -89,14 +89,6 @@ def test_a_model_that_was_changed_is_not_wrapped(folder: Path) -> None:
         FlashLLM(model, CONFIG, model_path=folder)
 
 
-def test_directives_of_a_modelfile() -> None:
-    text = 'FROM /models/x\nSYSTEM """You\nhelp"""\nflash true\nFLASH_RAM_GB 12\nFLASH_THREADS 6\nPARAMETER num_ctx 9\n'
-    assert parse_flash_directives(text) == FlashConfig(enabled=True, ram_budget_gb=12.0, queue_depth=6)
-    assert parse_flash_directives("FROM /models/x\nSYSTEM hello\n") == FlashConfig(enabled=False)
-    with pytest.raises(ConfigError, match="FLASH_RAM"):
-        parse_flash_directives("FLASH_RAMGB 3")
-
-
 OTHER_NAMES = [
     ("max_kv_size", 512, "kv_max_tokens", 512),
     ("prefill_chunk_size", 64, "prefill_step_size", 64),
@@ -197,6 +189,9 @@ def test_directives_of_another_program_are_taken_and_idle_ones_noted(caplog: pyt
     idle = ("PREFETCH_LAYERS", "QUANT_WARN_BELOW", "TOP_K", "EVICTION")
     found = re.findall(r"line (\d): FLASH_(\w+) has no effect", text)
     assert found == [(str(number), name) for number, name in enumerate(idle, 4)]
+    assert parse_flash_directives("FROM /models/x\nSYSTEM hello\n") == FlashConfig(enabled=False)
+    with pytest.raises(ConfigError, match="FLASH_RAM"):
+        parse_flash_directives("FLASH_RAMGB 3")
 
 
 def test_the_docs_list_every_other_name() -> None:

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import zoo
 from faulty import threads_of_models
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine import passes, status
+from mlx_flash.engine import passes
 from mlx_flash.engine.passes import PassCounters
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.status import Status
@@ -86,21 +86,6 @@ def test_a_head_in_tiles_is_one_unit(directory: Path) -> None:
         wait_for_reads(model)
 
 
-JOINT = {
-    "waiting": [["waiting", "waiting"]],
-    "reading": [["reading", "waiting"], ["resident", "reading"]],
-    "resident": [["resident", "waiting"]],
-    "computing": [["done", "waiting"], ["done", "computing", "reading"]],
-    "done": [["done", "done"], ["reading", "done"]],
-}
-
-
-def test_the_state_of_a_head_from_those_of_its_tiles() -> None:
-    assert {joint: [status._joint_state(tiles) for tiles in each] for joint, each in JOINT.items()} == {
-        joint: [joint] * len(each) for joint, each in JOINT.items()
-    }
-
-
 def test_bytes_are_the_plans(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The model is smaller than what the size of this process varies by.
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
@@ -152,24 +137,6 @@ def wait_for_calls(numbers: list[int]) -> list[dict[str, Any]]:
             return [published.state["memory"] for published in found]
         time.sleep(0.05)
     raise AssertionError(f"not {numbers}")
-
-
-def test_everything_pinned_has_no_progress(directory: Path) -> None:
-    with load_model(directory, FlashConfig(ram_budget_gb=4, context_length=256))[0] as model:
-        told = status_of(model)
-        run(model, [[1, 2]])
-        assert set(states(told.collect()).values()) == {"pinned"}
-        assert json.dumps(told.collect(), allow_nan=False)
-
-
-def test_collecting_is_cheap(directory: Path) -> None:
-    with streamed_whole(directory) as model:
-        told, seconds = status_of(model), list[float]()
-        for _ in range(20):
-            began = time.perf_counter()
-            told.collect()
-            seconds.append(time.perf_counter() - began)
-        assert min(seconds) < 0.002
 
 
 def test_counters_of_passes() -> None:
@@ -309,15 +276,3 @@ def test_experts_are_told(mixture: Path) -> None:
     with streamed_whole(mixture) as model:
         collected = status_of(model).collect()
         assert collected["experts"] is None and collected["plan"]["pool_bytes"] == 0
-
-
-def test_bytes_of_a_pool_are_the_plans(mixture: Path) -> None:
-    with streamed_whole(mixture, pool_slots=9) as model:
-        told = status_of(model).collect()
-        assert model.plan.pool is not None
-        assert told["plan"]["pool_bytes"] == model.plan.pool_bytes == 9 * model.plan.pool.slot_bytes
-        experts = sum(stack.unit.nbytes for stack in model.layout.experts)
-        layers = sum(unit["bytes"] for unit in told["units"] if unit["kind"] == "layer")
-        everything = sum(unit.nbytes for unit in model.layout.layers)
-        assert 0.9 * (everything - experts) < layers <= everything - experts  # routers are in memory always
-        assert all(unit["streamed_bytes"] == unit["bytes"] for unit in told["units"])

@@ -73,10 +73,6 @@ print(counts[0], counts[-1], len(os.listdir("/proc/self/task")))
 """
 
 
-def num_system_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Return the result of some work in a thread of its own."""
     results: list[T] = []
@@ -188,20 +184,6 @@ def test_models_are_loaded_and_called_side_by_side(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
-
-
-def test_streams_are_used_again(tmp_path: Path) -> None:
-    directory = models.save(tmp_path / "model", models.NARROW_LLAMA)
-
-    def load_and_forget() -> None:
-        models.run(mlx_flash.load_model(directory, settings(4.0))[0].close(), CHUNKS)
-        gc.collect()
-
-    load_and_forget()
-    before = num_system_threads()
-    for _ in range(4):
-        load_and_forget()
-    assert num_system_threads() == before
 
 
 def test_a_reader_may_free_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

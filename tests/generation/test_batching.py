@@ -17,7 +17,6 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
 from greenlet import getcurrent, greenlet
@@ -74,18 +73,6 @@ def test_every_row_is_its_solo_run(directories: Directories, name: str) -> None:
         assert model.counters.num_passes == 5
         assert model.engine is not None
         assert model.engine.stream.stats.num_acquired == 5 * len(model.engine.stream.units)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_everything_in_memory_is_mlx_lms_batch(directories: Directories, name: str) -> None:
-    """Tokens and probabilities are those of its padded rows, not of runs alone."""
-    wanted: dict[str, Any] = {"max_tokens": [5, 2, 4, 1], "return_token_ids": True, "return_logprobs": True}
-    expected = mlx_lm.batch_generate(stock(directories(name)), TOKENIZER, PROMPTS, **wanted)
-    with load_model(directories(name), config(ram_budget_gb=LARGE_GB))[0] as model:
-        got = mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, **wanted)
-        assert not model.engine.stream.units
-        assert not shares_passes(model, [30] * 4)
-    assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
 
 
 GIVEN: dict[str, Callable[[int], Any]] = {
@@ -376,29 +363,6 @@ def test_sequences_that_draw_random_numbers_do_not_guess(
     assert found[0] == found[1]
 
 
-def test_a_guess_without_room_is_computed_without(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = expected_of(directories("llama"))
-    by_oracles(monkeypatch, expected)
-    with streamed_whole(directories("llama")) as model:
-        generator = RowGenerator(with_room(model), prefill_step_size=STEP)
-        advance = model.advance
-
-        def refusing(rows: Any) -> None:
-            guessing = [row for row in rows if len(row.left) > 1 and row.whole.checkpoints is not None]
-            advance([row for row in rows if row not in guessing])
-            for row in guessing:
-                row.error = BudgetError("no room", 0)
-
-        monkeypatch.setattr(model, "advance", refusing)
-        for tokens, other in zip(
-            by_generator(generator, generator.insert(PROMPTS, max_tokens=LENGTHS)), expected, strict=True
-        ):
-            check_equal(tokens, other)
-        assert model.counters.num_right == 0
-
-
 # --- rows: independent sequences, and parts of a prompt, that share passes --------------------------------------------
 
 
@@ -665,22 +629,6 @@ def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:
         parts = [expected(tokens[:, i : i + STEP], cache=theirs) for i in range(0, len(PROMPT), STEP)]
         assert same_bits([model(tokens, cache=ours)], [mx.concatenate(parts, axis=1)])
         assert model.counters.num_passes == 1
-
-
-def test_a_failed_token_is_not_computed_again(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
-    with streamed_whole(directories("llama")) as model:
-        steps = mlx_flash.generate_step(mx.array([1, 2]), model, prompt_cache=make_prompt_cache(model))
-        next(steps)
-        calls: list[int] = []
-
-        def failing(index: int, inputs: Sequence[mx.array]) -> None:
-            calls.append(index)
-            raise ReadError("a disk that was unplugged")
-
-        monkeypatch.setattr(model.engine.stream, "acquire", failing)  # type: ignore[union-attr]
-        with pytest.raises(ReadError, match="unplugged"):
-            next(steps)
-        assert len(calls) == 1
 
 
 def test_a_model_that_uses_an_entry_again_is_computed_in_order(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 import mlx_flash
 from mlx_flash import CacheError, ClosedError, FlashConfig
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepared import load_tokenizer
-from mlx_flash.generation.batches import RowGenerator
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
 from saved_models import model_fixture
-from shared_passes import by_generator
-from streamed import LARGE_GB, config, streamed_whole
-from vocabularies import write_tokenizer
+from streamed import streamed_whole
 
 PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
 
@@ -131,35 +126,3 @@ def test_a_callback_may_close_the_model(directory: Path, budget_gb: str | float)
     with pytest.raises(ClosedError, match="load it again"):
         list(mlx_flash.generate_step(PROMPT, model, max_tokens=2, prompt_progress_callback=report))
     assert calls[-1][0] >= len(PROMPT) - 1
-
-
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_tokens_are_right_where_callbacks_use_the_model(directory: Path, tmp_path: Path, is_streamed: bool) -> None:
-    shutil.copy(directory / "config.json", tmp_path)
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, 1000))
-    with (
-        streamed_whole(directory)
-        if is_streamed
-        else mlx_flash.load_model(directory, config(ram_budget_gb=LARGE_GB))[0] as model
-    ):
-        question, answers = mx.array([7, 8, 9]), list[tuple[list[int], list[mx.array]]]()
-
-        def use(*progress: int) -> None:
-            answers.append(generated(model, question, max_tokens=2))
-
-        def streamed(prompt: mx.array, model: Any, **options: Any) -> list[tuple[int, mx.array]]:
-            found = mlx_flash.stream_generate(model, tokenizer, prompt, **options)
-            return [(response.token, response.logprobs) for response in found]
-
-        def batched(prompt: mx.array, model: Any, max_tokens: int, **options: Any) -> list[tuple[int, mx.array]]:
-            generator = RowGenerator(model, on_prompt=use, prefill_step_size=8)
-            return by_generator(generator, generator.insert([prompt.tolist()], [max_tokens]))[0]
-
-        plain = stock(directory)
-        expected = generated(plain, prefill_step_size=8, max_tokens=5)
-        for loop in (generate_step, mlx_flash.generate_step, streamed, batched):
-            found = list(loop(PROMPT, model, max_tokens=5, prefill_step_size=8, prompt_progress_callback=use))
-            assert [token for token, _ in found] == expected[0]
-            assert same_bits([logprobs for _, logprobs in found], expected[1])
-        tokens, logprobs = generated(plain, question, max_tokens=2)
-        assert answers and all(answer[0] == tokens and same_bits(answer[1], logprobs) for answer in answers)

@@ -54,18 +54,14 @@ def generated(step: Callable[..., Any], model: Any, **options: Any) -> Found:
     return list(step(mx.array(PROMPT), model, **options))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"sampler": make_sampler(temp=0.9, top_p=0.9)},
-    "processors": {"logits_processors": make_logits_processors(repetition_penalty=1.5)},
-}
-
-
 SAMPLERS = {
     "one number": {"sampler": make_sampler(temp=0.9)},
     "two numbers": {"sampler": make_sampler(temp=0.9, xtc_probability=0.5, xtc_threshold=0.01)},
     "none": {"sampler": make_sampler(temp=0.0)},
-    "after processors": {"sampler": make_sampler(temp=0.9), **OPTIONS["processors"]},
+    "after processors": {
+        "sampler": make_sampler(temp=0.9),
+        "logits_processors": make_logits_processors(repetition_penalty=1.5),
+    },
 }
 
 
@@ -123,44 +119,6 @@ def test_processors_see_no_token_after_the_last(llama: Path) -> None:
         while generator.next()[1] or not seen:
             pass
         assert seen == [len(PROMPT) + number for number in range(3)]
-
-
-def test_completed_caches(llama: Path) -> None:
-    """`batch_generate` returns caches with all tokens, one of which was begun ahead where an answer stopped."""
-
-    class Tokenizer:
-        eos_token_ids: tuple[int, ...] = ()
-
-        def decode(self, tokens: list[int]) -> str:
-            return " ".join(map(str, tokens))
-
-    expected = [token for token, _ in generated(stock_generate_step, stock(llama))]
-    for ends in ((), (expected[2],)):
-        Tokenizer.eos_token_ids = ends
-        with in_memory(llama) as model:
-            response = mlx_flash.batch_generate(
-                model, Tokenizer(), [PROMPT] * 2, max_tokens=4, return_prompt_caches=True, prefill_step_size=STEP
-            )
-            length = expected.index(ends[0]) + 1 if ends else 4
-            assert {entry.offset for cache in response.caches for entry in cache} == {len(PROMPT) + length}
-
-
-def test_processors_run_as_far_ahead_as_by_mlx_lm(llama: Path) -> None:
-    """A token is handed out after processors have seen the next one's logits, while the device computes."""
-
-    def events(step: Any, model: Any) -> list[tuple[str, int]]:
-        seen: list[tuple[str, int]] = []
-
-        def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            seen.append(("processed", tokens.size))
-            return logits
-
-        for token, _ in step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, logits_processors=[process]):
-            seen.append(("handed out", int(token)))
-        return seen
-
-    with in_memory(llama) as model:
-        assert events(mlx_flash.generate_step, model) == events(stock_generate_step, stock(llama))
 
 
 @pytest.mark.parametrize("budget", [LARGE_GB, "min"])

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 import mlx_flash
 from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
@@ -109,36 +108,6 @@ def arrays_of(cache: list[Any]) -> list[mx.array]:
         whole = entry.keys_and_values() if hasattr(entry, "keys_and_values") else entry.cache
         found += [array for item in whole for array in (item if isinstance(item, list | tuple) else [item])]
     return found
-
-
-@pytest.mark.parametrize("num_tokens", [4, 5])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_callers_cache_ends_as_plain_decoding_leaves_it(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, num_tokens: int
-) -> None:
-    """The text may end at its last token, or wherever the caller stops to listen."""
-    plain = stock(directories(name))
-    theirs = make_prompt_cache(plain)
-    expected = list(stock_generate_step(mx.array(PROMPT), plain, max_tokens=num_tokens, prompt_cache=theirs))
-    by_oracle(monkeypatch, by_mlx_lm(directories(name)))
-    with streamed_whole(directories(name)) as model:
-        for max_tokens in (num_tokens, -1):
-            ours = make_prompt_cache(with_room(model))
-            steps: Any = mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=max_tokens, prompt_cache=ours)
-            got = []
-            for number in range(1, num_tokens + 1):
-                got.append(next(steps))
-                lengths = {entry.offset for entry in ours if hasattr(entry, "offset")}
-                assert lengths <= {
-                    len(PROMPT) + number
-                }  # as mlx-lm's, whether the token is computed or guesses are ahead
-            num_passes = model.counters.num_passes
-            steps.close()
-            assert model.counters.num_passes == num_passes
-            check_equal(got, expected)
-            assert same_bits(arrays_of(ours), arrays_of(theirs))
-            offsets = [[getattr(entry, "offset", None) for entry in cache] for cache in (ours, theirs)]
-            assert offsets[0] == offsets[1]
 
 
 def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
@@ -250,45 +219,6 @@ def test_an_unset_number_of_draft_tokens_is_what_pays(directories: Directories, 
         assert model.counters.num_passes < 1 + -(-(NUM_TOKENS - 1) // 4), "fewer than with mlx-lm's three at a time"
 
 
-@pytest.mark.parametrize("sampler", [None, make_sampler(temp=0.7)], ids=["greedy", "sampled"])
-def test_a_draft_model_that_is_often_wrong(
-    directories: Directories, draft_directory: Path, free_rows: None, sampler: Any
-) -> None:
-    expected = by_mlx_lm(directories("llama"), sampler=sampler)
-    draft = stock(draft_directory)
-    with streamed_whole(directories("llama")) as model:
-        own = make_prompt_cache(with_room(model))
-        caches = own + make_prompt_cache(draft)
-        mx.random.seed(3)
-        steps = speculative_generate_step(
-            mx.array(PROMPT),
-            model,
-            draft,
-            num_draft_tokens=3,
-            max_tokens=NUM_TOKENS,
-            prompt_cache=caches,
-            sampler=sampler,
-        )
-        check_equal([(token, logprobs) for token, logprobs, _ in steps], expected)
-        assert model.counters.num_guessed > model.counters.num_right
-        assert {entry.offset for entry in caches} == {len(PROMPT) + NUM_TOKENS}
-        drafted = make_prompt_cache(draft)
-        draft(mx.array([[*PROMPT, *(token for token, _ in expected)]]), cache=drafted)
-        for ours, theirs in zip(arrays_of(caches[len(own) :]), arrays_of(drafted), strict=True):
-            assert mx.allclose(ours, theirs, atol=1e-4)
-
-
-def test_a_model_that_must_not_guess_decodes_plainly(directories: Directories) -> None:
-    draft = stock(directories("llama"))
-    expected = by_mlx_lm(directories("llama"))
-    with load_model(directories("llama"), config(speculation=False))[0] as model:
-        steps = speculative_generate_step(mx.array(PROMPT), model, draft, num_draft_tokens=2, max_tokens=NUM_TOKENS)
-        found = list(steps)
-        check_equal([(token, logprobs) for token, logprobs, _ in found], expected)
-        assert not any(is_drafted for *_, is_drafted in found)
-        assert model.counters.num_guessed == 0
-
-
 def test_a_model_in_memory_is_left_to_mlx_lm(directories: Directories) -> None:
     draft, plain = stock(directories("llama")), stock(directories("llama"))
     options: dict[str, Any] = {"num_draft_tokens": 2, "max_tokens": NUM_TOKENS}
@@ -384,19 +314,6 @@ def test_rows_of_others_take_the_place_of_guesses(num_others: int, number: int) 
     assert worth_guessing(1.0, 1.0, 0.1, 15, num_others=num_others).number == number
 
 
-@given(st.floats(0.06, 1), seconds, st.integers(1, 20))
-def test_everything_is_guessed_where_rows_are_free(acceptance: float, reading: float, limit: int) -> None:
-    number = worth_guessing(acceptance, reading, reading / 100, limit).number
-    assert number == limit or acceptance ** (number + 1) < 1e-15  # one more adds nothing that a float can hold
-
-
-@given(shares, shares, seconds, seconds, limits)
-def test_better_guesses_are_not_fewer(one: float, other: float, reading: float, row: float, limit: int) -> None:
-    low, high = sorted([one, other])
-    numbers = [worth_guessing(acceptance, reading, row, limit).number for acceptance in (low, high)]
-    assert numbers[0] <= numbers[1]
-
-
 def test_times_follow_a_disk_that_gets_slower_and_faster() -> None:
     times = Times(1.0, 0.1)
     for _ in range(30):
@@ -441,7 +358,9 @@ tokens = st.lists(st.integers(-3, 2**20) | st.integers(0, 3), max_size=60)
 
 @given(tokens, st.integers(1, 9))
 def test_a_guess_is_what_followed_the_longest_match(text: list[int], number: int) -> None:
-    lookup = Lookup(text)
+    lookup = Lookup(text[:5])
+    for token in text[5:]:
+        lookup.add(token)
     length = lookup.look()
     lengths = [n for n in range(1, MAX_MATCH + 1) if n < len(text) and _latest(text, n) is not None]
     assert length == max(lengths, default=0)
@@ -460,15 +379,6 @@ def _latest(text: list[int], length: int) -> int | None:
         if text[at - length : at] == text[-length:]:
             return at
     return None
-
-
-@given(tokens)
-def test_tokens_may_come_one_after_another(text: list[int]) -> None:
-    lookup = Lookup(text[:5])
-    for token in text[5:]:
-        lookup.add(token)
-    whole = Lookup(text)
-    assert lookup.look() == whole.look() and (not whole.look() or lookup.guess(5) == whole.guess(5))
 
 
 class Fixed(Source):
@@ -719,12 +629,6 @@ def test_output_is_that_of_plain_decoding(heads: Heads, free_rows: None, name: s
             assert counters.num_guessed > counters.num_right
 
 
-def test_sampled_with_a_seed(heads: Heads, free_rows: None) -> None:
-    path, sampler = heads("qwen3_5"), make_sampler(temp=0.7)
-    with streamed_with_head(path) as model:
-        check_equal(generated(model, sampler=sampler), alone(path, HEAD_PROMPT, HEAD_TOKENS, sampler=sampler))
-
-
 @pytest.mark.parametrize(
     ("name", "bits", "head_bits"),
     [("qwen3_5", 4, 4), ("qwen3_5", 4, None), ("qwen3_5", 4, 8), ("qwen3_5_moe", 8, 8), ("mimo", 8, None)],
@@ -901,21 +805,6 @@ def test_an_interrupt_leaves_the_callers_cache_right(
 
 def interrupted(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
-
-
-def test_a_cache_that_is_looked_at_between_two_tokens(heads: Heads, free_rows: None) -> None:
-    path = heads("qwen3_5", knows=True)
-    expected = alone(path, HEAD_PROMPT, HEAD_TOKENS)
-    with streamed_with_head(path) as model:
-        cache, got = make_prompt_cache(model), []
-        for step in mlx_flash.generate_step(
-            mx.array(HEAD_PROMPT), model, max_tokens=HEAD_TOKENS, prompt_cache=cache, prefill_step_size=STEP
-        ):
-            got.append(step)
-            if len(got) in (2, 7):
-                mx.eval([entry.state for entry in cache])
-        check_equal(got, expected)
-        assert model.counters.num_right == model.counters.num_guessed > HEAD_TOKENS / 3
 
 
 def test_a_new_budget_without_room_for_the_head(heads: Heads, free_rows: None) -> None:

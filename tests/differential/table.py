@@ -17,6 +17,7 @@ from differential.scripts import BEFORE_STEP, VOCAB_SIZE, fill, make_cache
 from faulty import open_in_the_end, open_things, unfinished
 from mlx_flash import BudgetError, DiskKVCache, FlashConfig, FlashLLM, load_model
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, QWEN3_MOE, save, save_initialised, stock
+from own_heads import config_of, save_with_head, streamed_with_head
 from zoo import configuration
 
 TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
@@ -29,8 +30,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA2 | TINY,
     "mixture": QWEN3_MOE | TINY,
     "hybrid": configuration("qwen3_next") | {"vocab_size": VOCAB_SIZE},
+    "own head": config_of("qwen3_5"),
 }
-"""``packed`` has weights of 4 bits; ``tied`` of bf16, in two shards, at places where they cannot be read directly."""
+"""``packed`` has weights of 4 bits; ``tied`` of bf16, in two shards, at places where they cannot be read directly.
+``own head`` guesses its tokens, and is always right."""
 
 BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "min": (0.0, {"lend_reserves": False}),
@@ -67,7 +70,7 @@ class Row:
     place: str
 
     def __str__(self) -> str:
-        return f"{self.architecture}-{self.budget}-{self.place.replace(' ', '_')}"
+        return f"{self.architecture}-{self.budget}-{self.place}".replace(" ", "_")
 
     @property
     def num_before(self) -> int:
@@ -78,6 +81,7 @@ def _rows() -> Iterator[Row]:
     budgets = ["min", "small", "large", "memory"]
     yield from (Row("llama", budget, place) for place in ("memory", "rotating", "quantized") for budget in budgets)
     yield from (Row(name, budget, "memory") for name in ("packed", "tied", "hybrid") for budget in ("min", "large"))
+    yield Row("own head", "min", "memory")
     yield from (Row("llama", budget, "own disk") for budget in ("min", "large", "memory"))
     yield from (Row("llama", budget, "disk") for budget in ("min", "large", "memory"))
     yield from (Row(*each, "disk") for each in (("gemma3", "min"), ("mixture", "large")))
@@ -104,6 +108,8 @@ class Zoo:
         if not path.exists():
             if architecture in ("mamba2", "hybrid"):
                 save_initialised(path, dict(config))
+            elif architecture == "own head":
+                save_with_head(path, "qwen3_5", knows=True)
             elif architecture == "tied":
                 save(path, dict(config), mx.bfloat16, num_shards=2, header_shift=1)
             else:
@@ -157,6 +163,8 @@ class Subject:
             **BUDGETS[self.row.budget][1],
             **PLACES.get(self.row.place, {}),
         }
+        if self.row.architecture == "own head":  # the planner would rather keep weights
+            return streamed_with_head(self.folder, **settings | {"ram_budget_gb": LARGE_GB})
         return load_model(self.folder, FlashConfig(**settings))[0]
 
     @property

@@ -645,6 +645,8 @@ def events_of(row: Any) -> list[str]:
         left_out |= {"threads", "turns", "reads"}
     if row.budget in ("small", "memory"):  # where more is in memory than the plan says
         left_out.add("reads")
+    if row.architecture == "own head":  # whose plan is not the planner's
+        left_out |= {"loading", "budget"}
     if row.budget == "memory":  # mlx-lm's own calls, which a signal cuts in two
         left_out |= (SIGNALS | {"traced", "batch traced"}) - {"loading"}
     return [event for event in EVENTS if event not in left_out]

@@ -250,35 +250,15 @@ run(lambda: None)
 """
 
 
-def program(rest: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM + rest], capture_output=True, text=True, timeout=60)
-
-
-def test_a_program_ends_with_work_that_nobody_waits_for() -> None:
-    found = program(
-        """
+UNDER_WAY = """
 threading.Thread(target=lambda: run(lambda: work(1000)), daemon=True).start()
 time.sleep(0.2)
 print("end")
 """
-    )
-    assert (found.returncode, found.stdout, found.stderr) == (0, "end\n", "")
 
+LATE = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.check))))"
 
-def test_a_program_that_uses_the_thread_as_it_ends() -> None:
-    """What it has registered before the thread began runs after the thread has ended."""
-    late = "import atexit, mlx_flash.enginethread as e; atexit.register(lambda: print(e.run(lambda: e.run(e.check))))"
-    found = subprocess.run([sys.executable, "-c", late + PROGRAM], capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "True\n", "")
-
-
-def test_a_program_that_is_interrupted_as_it_ends() -> None:
-    """It waits for the end of a pass. What it does with the thread then is done, too."""
-    late = """
-import atexit, mlx_flash.enginethread as e
-atexit.register(lambda: print(e.run(e.check)))
-"""
-    interrupted = """
+INTERRUPTED = """
 begun, struck = threading.Event(), threading.Event()
 
 def work():
@@ -296,15 +276,8 @@ begun.wait()
 signal.signal(signal.SIGALRM, interrupt)
 atexit.register(signal.setitimer, signal.ITIMER_REAL, 0.2)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", late + PROGRAM + interrupted], capture_output=True, text=True, timeout=60
-    )
-    assert (found.returncode, found.stdout) == (0, "True\n") and "KeyboardInterrupt" in found.stderr
 
-
-def test_a_forked_child_has_a_thread_of_its_own() -> None:
-    found = program(
-        """
+FORKED = """
 child = os.fork()
 if not child:
     print(run(lambda: threading.current_thread().name), flush=True)
@@ -312,8 +285,22 @@ if not child:
 os.waitpid(child, 0)
 print(run(lambda: "parent"))
 """
-    )
-    assert (found.returncode, found.stdout) == (0, "mlx-flash-engine\nparent\n"), found.stderr
+
+PROGRAMS = {
+    "ends with work that nobody waits for": (PROGRAM + UNDER_WAY, "end\n", ""),
+    "has registered use before the thread began": (LATE + PROGRAM, "True\n", ""),
+    "waits for a pass as it ends": (LATE + PROGRAM + INTERRUPTED, "True\n", "KeyboardInterrupt"),
+    "forks a child with a thread of its own": (PROGRAM + FORKED, "mlx-flash-engine\nparent\n", ""),
+}
+"""Programs, what they print, and a part of their errors."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(name: str) -> None:
+    text, printed, error = PROGRAMS[name]
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, printed), found.stderr
+    assert error in found.stderr and bool(error) == bool(found.stderr)
 
 
 def test_a_layer_that_a_program_calls_alone(tmp_path: Path) -> None:

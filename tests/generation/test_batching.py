@@ -437,20 +437,6 @@ def test_rows_that_do_not_fit_wait_for_the_next_pass(directories: Directories) -
             assert alone[0][0] == mx.argmax(row.outputs[-1][0, -1]).item()
 
 
-def test_prompts_take_the_passes_that_the_plan_promises(
-    directories: Directories, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: ENOUGH // 10)  # two plans of one process
-    for extra in (0.0, 0.001):
-        budget = prepare(directories("llama"), config()).plan.minimum_bytes / 1e9 + extra
-        with load_model(directories("llama"), config(ram_budget_gb=budget, prefill_step_size=16))[0] as model:
-            model.start()
-            assert model.plan.read_bytes  # in memory, mlx-lm's loop computes a token ahead
-            promised = model.plan.prompt_passes(200)
-            list(mlx_flash.generate_step(mx.array([i % 300 for i in range(200)]), model, max_tokens=1))
-            assert model.counters.num_passes <= promised + 1  # the last token is a part of its own
-
-
 def test_pinned_weights_leave_room_for_parts_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path, LLAMA | {"hidden_size": 192, "intermediate_size": 768, "vocab_size": 300}, mx.float32)
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: ENOUGH // 10)  # two plans of one process

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -25,14 +23,12 @@ from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.call import Row
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.generation import RowGenerator, speculative_generate_step
+from mlx_flash.generation import speculative_generate_step
 from mlx_flash.layout.parts import body_of
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import clear_prefixes
-from mlx_flash.residency import planner
-from mlx_flash.residency.plan import Streaming
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.speculation import (
     LEAST_GAIN,
@@ -47,8 +43,9 @@ from mlx_flash.speculation import (
 from models import LLAMA, build, computed, guessed, same_bits, save, stock
 from oracle import Oracle, on_a_machine, with_room
 from oracle import free_rows as free_rows  # a fixture
+from own_heads import ALONE, NAMES, config_of, save_with_head, streamed_with_head
 from saved_models import model_fixture
-from shared_passes import MODELS, STEP, Directories, Tokens, alone, by_generator, check_equal
+from shared_passes import MODELS, STEP, Directories, Tokens, alone, check_equal
 from shared_passes import directories as directories  # a fixture
 from streamed import LARGE_GB, config, failing_once, streamed_whole
 from zoo import configuration
@@ -434,120 +431,6 @@ def test_a_slow_source_is_left_alone_where_a_free_one_is_as_good() -> None:
 # --- a model's own head guesses ---------------------------------------------------------------------------------------
 
 
-QWEN = {"norm": "norm", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "join": "fc"}
-DEEPSEEK = {"norm": "shared_head.norm", "enorm": "enorm", "hnorm": "hnorm", "join": "eh_proj"}
-MIMO = {"norm": "final_layernorm", "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "join": "input_proj"}
-
-NAMES: dict[str, tuple[str, str, Mapping[str, str]]] = {
-    "qwen3_5": ("mtp.", "layers.0.", QWEN),
-    "qwen3_5_moe": ("mtp.", "layers.0.", QWEN),
-    "qwen3_next": ("mtp.", "layers.0.", QWEN),
-    "glm4_moe": ("model.layers.4.", "", DEEPSEEK),
-    "glm4_moe_lite": ("model.layers.4.", "", DEEPSEEK),
-    "deepseek_v32": ("model.layers.4.", "", DEEPSEEK),
-    "glm_moe_dsa": ("model.layers.4.", "", DEEPSEEK),
-    "mimo": ("model.mtp_layers.0.", "", MIMO),
-}
-"""Of each model the beginning of the names of the head, of its layer in it, and of the modules beside the layer."""
-
-COUNTS = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
-
-ALONE = {"num_hidden_layers": 1, "full_attention_interval": 1, "mlp_only_layers": [], "first_k_dense_replace": 0}
-"""Entries of a configuration that make a head's layer the only one."""
-
-ENDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-"""Matrices whose zeros make a layer return its input."""
-
-
-def config_of(name: str) -> dict[str, Any]:
-    found = configuration(name)
-    return {**found, **({"text_config": {**found["text_config"], **COUNTS}} if "text_config" in found else COUNTS)}
-
-
-def save_with_head(
-    directory: Path, name: str, *, knows: bool = False, bits: int | None = None, head_bits: int | None = None
-) -> Path:
-    """Write a random model with a random head; where it ``knows``, the next token follows from the last one alone."""
-    config = config_of(name)
-    weights = _weights(build(config, bits=bits), knows)
-    inner = {**config.get("text_config", config), **ALONE}
-    whole = {**config, "text_config": inner} if "text_config" in config else inner
-    layer = _weights(build({key: value for key, value in whole.items() if key != "quantization"}), knows)
-    [path] = {key.partition("layers.0.")[0] for key in layer if "layers.0." in key}
-    dims = inner["hidden_size"]
-    prefix, layer_prefix, names = NAMES[name]
-    head = {
-        f"{layer_prefix}{key.partition('layers.0.')[2]}": value for key, value in layer.items() if "layers.0." in key
-    }
-    ones, join = mx.ones(dims), 0.05 * mx.random.normal((dims, 2 * dims))
-    if knows:
-        halves = [mx.zeros((dims, dims)) if is_hidden != (name == "mimo") else mx.eye(dims) for is_hidden in (0, 1)]
-        join = mx.concatenate(halves, axis=1)
-    head |= {f"{names[norm]}.weight": ones for norm in ("enorm", "hnorm")} | {f"{names['join']}.weight": join}
-    head[f"{names['norm']}.weight"] = weights[f"{path}norm.weight"]
-    if head_bits is not None:
-        head = _quantized(head, head_bits)
-    weights |= {f"{prefix}{key}": value for key, value in head.items()}
-    if name == "qwen3_next":  # mlx-lm drops the head of such a checkpoint only where experts are one by one
-        weights = _one_by_one(weights)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
-    return directory
-
-
-def _weights(model: nn.Module, knows: bool) -> dict[str, mx.array]:
-    found = dict(tree_flatten(model.parameters()))
-    if knows:
-        dense = dict(tree_flatten(model.parameters()))
-        found = {key: mx.zeros_like(value) if _ends(key, dense) else value for key, value in found.items()}
-    return found
-
-
-def _ends(key: str, weights: Mapping[str, mx.array]) -> bool:
-    module = key.rpartition(".")[0]
-    return f"{module}.weight".endswith(ENDS) and not key.endswith("norm.weight")
-
-
-def _one_by_one(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    found = dict(weights)
-    for key in [key for key in weights if ".switch_mlp." in key]:
-        for number, expert in enumerate(found.pop(key)):
-            found[key.replace("switch_mlp", f"experts.{number}")] = expert
-    return found
-
-
-def _quantized(head: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
-    found = dict(head)
-    for key, value in head.items():
-        if key.endswith(".weight") and value.ndim == 2 and "gate.weight" not in key:
-            parts = mx.quantize(value, group_size=32, bits=bits)
-            found |= dict(zip((key, f"{key[:-6]}scales", f"{key[:-6]}biases"), parts, strict=True))
-    return found
-
-
-def streamed_with_head(directory: Path, **settings: Any) -> FlashLLM:
-    """A model that has its head in memory, and streams whole layers, whatever the planner would do."""
-    model, _ = load_model(directory, config(**{"ram_budget_gb": LARGE_GB, **settings}))
-    prepared = model._life.prepared
-    least = replace(model._life.config, ram_budget_gb="min")
-    plan = planner._plain_plan(prepared.sizes.guessing, least, prepared.machine)
-    units = prepared.layout.layers
-    streaming = Streaming(
-        layers=tuple((unit.name, tuple(each.name for each in unit.large)) for unit in units),
-        tables=tuple(unit.name for unit in prepared.layout.embeddings if unit.name not in prepared.layout.tied),
-        num_units=len(units),
-        num_slots=2,
-        slot_bytes=max(unit.nbytes for unit in units) + 300_000,
-        read_bytes=sum(unit.nbytes for unit in units),
-    )
-    plan = replace(plan, streaming=streaming, pool=None, budget_bytes=plan.budget_bytes + plan.model_bytes + 50_000_000)
-    model._life._stop()
-    model._life.carry_out(replace(prepared, plan=plan))
-    assert plan.mtp_bytes
-    return model
-
-
 HEAD_PROMPT = [5, 17, 290, 3, 42, 64, 99, 51, 8, 120]
 HEAD_TOKENS = 20
 
@@ -739,72 +622,6 @@ def test_a_head_that_does_not_fit_is_named_and_not_used(
     assert re.search(found, told, re.DOTALL) and "mtp='off'" in told
     caplog.clear()
     assert prepare(path, config(mtp="off")).layout.head is None and not caplog.records
-
-
-def test_several_sequences_share_passes_and_the_room(heads: Heads, free_rows: None) -> None:
-    path = heads("qwen3_5", knows=True)
-    prompts = [HEAD_PROMPT, [9, 8, 7], [300 - i for i in range(40)]]
-    with streamed_with_head(path, context_length=512) as model:
-        generator = RowGenerator(model, max_tokens=8, prefill_step_size=STEP)
-        uids = generator.insert(prompts)
-        for got, prompt in zip(by_generator(generator, uids), prompts, strict=True):
-            check_equal(got, alone(path, prompt, 8))
-        assert model.counters.num_right > 8
-        del generator
-        first = model.own_guesses(256)
-        assert first and model.own_guesses(None) and not model.own_guesses(256), "all room is given"
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
-def test_a_failed_read_leaves_sequences_that_go_on(heads: Heads, free_rows: None, name: str) -> None:
-    path = heads(name, knows=True)
-    with streamed_with_head(path) as model:
-        generator = RowGenerator(model, max_tokens=12, prefill_step_size=STEP)
-        [uid] = generator.insert([HEAD_PROMPT])
-        found = []
-        for number in range(40):
-            if number in (0, 2):
-                with failing_once(model, 1), pytest.raises(ReadError, match="unplugged"):
-                    generator.next()
-            _, answers = generator.next()
-            found += [(answer.token, answer.logprobs) for answer in answers if answer.uid == uid]
-            if len(found) == 12:
-                break
-        check_equal(found, alone(path, HEAD_PROMPT, 12))
-        assert model.counters.num_right == model.counters.num_guessed > 0
-
-
-@pytest.mark.parametrize("where", ["between tokens", "in a pass", "in a guess"])
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
-def test_an_interrupt_leaves_the_callers_cache_right(
-    heads: Heads, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str, where: str
-) -> None:
-    path = heads(name, knows=True)
-    expected = alone(path, HEAD_PROMPT, HEAD_TOKENS)
-    for stop in (1, 5):
-        with streamed_with_head(path) as model, monkeypatch.context() as patch:
-            cache, got = make_prompt_cache(model), list[Any]()
-            steps = mlx_flash.generate_step(
-                mx.array(HEAD_PROMPT), model, max_tokens=-1, prompt_cache=cache, prefill_step_size=STEP
-            )
-            with pytest.raises(KeyboardInterrupt):
-                for step in steps:
-                    got.append(step)
-                    if len(got) == stop and where == "between tokens":
-                        raise KeyboardInterrupt
-                    if len(got) == stop and where == "in a pass":
-                        patch.setattr(model.engine.stream, "acquire", interrupted)  # type: ignore[union-attr]
-                    elif len(got) == stop:
-                        patch.setattr("mlx_flash.speculation.mx.argmax", interrupted)
-            patch.undo()
-            steps.close()  # type: ignore[attr-defined]
-            check_equal(got, expected[: len(got)])
-            rest = generated(model, [expected[len(got)][0]], prompt_cache=cache, max_tokens=4)
-            check_equal(rest, expected[len(got) + 1 : len(got) + 5])
-
-
-def interrupted(*_: Any, **__: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def test_a_new_budget_without_room_for_the_head(heads: Heads, free_rows: None) -> None:

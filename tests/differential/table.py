@@ -86,6 +86,7 @@ def _rows() -> Iterator[Row]:
     yield from (Row("llama", budget, "disk") for budget in ("min", "large", "memory"))
     yield from (Row(*each, "disk") for each in (("gemma3", "min"), ("mixture", "large")))
     yield from (Row("llama", budget, "prefixes") for budget in ("large", "memory"))
+    yield from (Row(name, "min", "prefixes") for name in ("gemma3", "hybrid"))
     yield from (Row("gemma3", budget, "memory") for budget in budgets)
     yield from (Row("mamba2", budget, "memory") for budget in ("min", "large", "memory"))
     yield from (Row("mixture", budget, "memory") for budget in ("layers", *budgets))

@@ -235,20 +235,6 @@ def test_a_failing_row_is_told_and_the_others_go_on(directories: Directories) ->
             mlx_flash.batch_generate(model, TOKENIZER, [[3, 10**6, 4], *PROMPTS])
 
 
-def test_a_short_prompt_waits_one_pass_while_a_long_one_is_computed(
-    directories: Directories, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with streamed_whole(directories("llama")) as model:
-        monkeypatch.setattr(model._life.passes, "fits", lambda cache: False)  # the long one needs many passes
-        generator = RowGenerator(model, prefill_step_size=STEP)
-        generator.insert([[5] * 10 * STEP], max_tokens=[1])
-        generator.next()
-        (short,) = generator.insert([[1]], max_tokens=[2])
-        answers = [answer.uid for _ in range(2) for answer in generator.next()[1]]
-        assert answers == [short, short]
-        assert model.counters.num_passes == 3
-
-
 def test_recurrent_states_are_handed_out_at_the_end_of_each_segment(directories: Directories) -> None:
     with streamed_whole(directories("mamba2")) as model:
         generator = RowGenerator(model, prefill_step_size=STEP)

@@ -26,9 +26,6 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import speculative_generate_step
 from mlx_flash.layout.parts import body_of
 from mlx_flash.memory.footprint import footprint
-from mlx_flash.prefixes import prefixcache
-from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.prefixes.store import clear_prefixes
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.speculation import (
     LEAST_GAIN,
@@ -206,16 +203,6 @@ def test_guesses_that_are_no_tokens_of_the_model(
         assert model.counters.num_right > 5
 
 
-def test_an_unset_number_of_draft_tokens_is_what_pays(directories: Directories, free_rows: None) -> None:
-    expected = by_mlx_lm(directories("llama"))
-    with streamed_whole(directories("llama")) as model:
-        steps = speculative_generate_step(
-            mx.array(PROMPT), with_room(model), stock(directories("llama")), max_tokens=NUM_TOKENS
-        )
-        check_equal([(token, logprobs) for token, logprobs, _ in steps], expected)
-        assert model.counters.num_passes < 1 + -(-(NUM_TOKENS - 1) // 4), "fewer than with mlx-lm's three at a time"
-
-
 def test_a_model_in_memory_is_left_to_mlx_lm(directories: Directories) -> None:
     draft, plain = stock(directories("llama")), stock(directories("llama"))
     options: dict[str, Any] = {"num_draft_tokens": 2, "max_tokens": NUM_TOKENS}
@@ -246,35 +233,6 @@ def test_a_draft_model_whose_guesses_had_no_room_gets_the_text(
         steps = speculative_generate_step(mx.array(PROMPT), model, draft, **options)
         assert [is_drafted for *_, is_drafted in steps] == [False] * 5 and refused
         assert {entry.offset for entry in caches} == {len(PROMPT) + 5}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_with_the_prefix_cache(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A text that was guessed leaves the pages that plain decoding leaves."""
-    store = prefixcache.PrefixStore
-    monkeypatch.setattr(prefixcache, "PrefixStore", lambda *a, **b: store(*a, **{**b, "page_tokens": 4}))
-    expected = by_mlx_lm(directories(name))
-    by_oracle(monkeypatch, expected)
-    text = [*PROMPT, *(token for token, _ in expected), 7, 8, 9]
-    restored, num_restored, kept = [], [], []
-    for speculation in (True, False):
-        clear_prefixes(prefix_directory())
-        settings: dict[str, Any] = {"kv_prefixes": "exact", "speculation": speculation}
-        with streamed_whole(directories(name), **settings) as model:
-            check_equal(streamed(with_room(model)), expected)
-            assert (model.counters.num_guessed > model.counters.num_right > 0) is speculation
-        kept.append(sorted(path.name for path in prefix_directory().rglob("*.page")))
-        with streamed_whole(directories(name), **settings) as model:
-            cache = make_prompt_cache(with_room(model))
-            assert model.prefixes is not None
-            model.advance([model.row(mx.array([text]), cache, 64, wants_logits=False)])
-            num_restored.append(model.prefixes.counters.num_restored)
-            restored.append(arrays_of(cache))
-    assert num_restored[0] == num_restored[1]
-    assert set(kept[1]) <= set(kept[0]) and kept[1]
-    assert same_bits(*restored)
 
 
 # --- where guesses come from, and how many are worth computing --------------------------------------------------------

@@ -188,7 +188,8 @@ def test_assertions_change_nothing() -> None:
 
 def test_nothing_catches_everything() -> None:
     """No broad ``except`` outside the command line's last line, the boundary of a request to the server, and work that
-    the engine thread and those that read do for a caller, who gets the error.
+    the engine thread and those that read do for a caller, who gets the error. The second one is ``EndsAlone`` in
+    ``server/batch.py``, whose ``__exit__`` has no ``except``.
     """
     broad = []
     for name, path in modules().items():
@@ -198,7 +199,7 @@ def test_nothing_catches_everything() -> None:
                 reraises = isinstance(node.body[-1], ast.Raise)
                 if kind in {"everything", "Exception", "BaseException"} and not reraises:
                     broad.append((name, node.lineno))
-    allowed = ["commands.dispatch", "enginethread", "forks", "server.batch", "storage.prefetcher", "storage.workers"]
+    allowed = ["commands.dispatch", "enginethread", "forks", "storage.prefetcher", "storage.workers"]
     assert sorted(name for name, _ in broad) == allowed
 
 

@@ -79,6 +79,8 @@ def length_of(entry: Any) -> int:
 def token_fits(entry: Any) -> bool:
     """Return whether one more token of each sequence changes no memory of a cache of mlx-lm's."""
     kind = type(entry)
+    if kind is BatchKVCache:  # one call for each layer and token of a server
+        return entry.keys is not None and bool(entry._idx < entry.keys.shape[2])
     if issubclass(kind, CacheKinds.recurrent):
         return all(array is not None for array in vars(entry)["cache"])
     if issubclass(kind, CacheKinds.lists):

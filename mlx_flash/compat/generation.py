@@ -132,6 +132,10 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         """The sequences that were inserted and not taken."""
         return [Waiting(*sequence) for sequence in self._unprocessed_sequences]
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._unprocessed_sequences)
+
     def insert_as(self, uid: int, segments: list[list[int]], **options: Any) -> None:
         """Insert one sequence under a number that the caller chooses."""
         self._uid_count = uid
@@ -171,11 +175,11 @@ class Group(StockBatchGenerator):  # type: ignore[misc]
             self._unprocessed_sequences.append(tuple(copied))
 
     def __len__(self) -> int:
-        return self.num_prompts + len(self._generation_batch)
+        return len(self._unprocessed_sequences) + len(self._prompt_batch.uids) + len(self._generation_batch.uids)
 
     @property
     def num_prompts(self) -> int:
-        return len(self._unprocessed_sequences) + len(self._prompt_batch)
+        return len(self._unprocessed_sequences) + len(self._prompt_batch.uids)
 
     @property
     def newest(self) -> int | None:

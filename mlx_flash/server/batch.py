@@ -111,15 +111,20 @@ class LeftError(Exception):
         self.number = number
 
 
-@contextmanager
-def ends_alone(fail: Callable[[RefusedError], None]) -> Iterator[None]:
-    """Give what a block raises to the request that it works for. The thread goes on after the block."""
-    try:
-        yield
-    except LeftError:
-        raise
-    except Exception as error:  # noqa: BLE001 a request may fail in any way: in a template, a sampler, a parser
-        fail(refusal_of(error))
+@dataclass(frozen=True, slots=True)
+class EndsAlone:
+    """A block that works for a request, which gets what it raises. The thread goes on after the block."""
+
+    fail: Callable[[RefusedError], None]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, LeftError):
+            return False
+        self.fail(refusal_of(error))  # a request may fail in any way: in a template, a sampler, a parser
+        return True
 
 
 @contextmanager
@@ -236,7 +241,7 @@ class LoneRequest:
     def next(self) -> tuple[list[Any], list[Any]]:
         """Compute its next token. Return the progress of its prompt, and the token."""
         answers: list[Any] = []
-        with ends_alone(self._end_with):
+        with EndsAlone(self._end_with):
             answers.append(self._advance())
         progress, self._progress = self._progress, []
         return progress, answers
@@ -367,19 +372,29 @@ class ServedBatch(RowGenerator):
 
     def advance(self) -> tuple[list[Any], list[Any]]:
         """Compute a part of each request. Return the progress of prompts, and tokens."""
-        self._begin_groups()
-        batched = [self._next_of(group) for group in self._groups_at_once()]
+        prompts, answers, num_prompts, num_running = list[Any](), list[Any](), 0, len(self._running)
+        if self.num_waiting:
+            self._begin_groups()
+        for group in [*self._groups]:
+            num_new = group.num_prompts
+            num_prompts += num_new
+            num_running += len(group)
+            if num_new and (num_prompts > self.prefill_batch_size or num_running > self.completion_batch_size):
+                break  # prompts beyond the limits wait
+            self._compute_group(group, prompts, answers)
         self._join_groups()
-        prompts, answers = ([each for part in parts for each in part] for parts in zip(([], []), *batched, strict=True))
-        try:
-            read, computed = super().advance()
-        except LeftError as error:  # others are as they were before their next pass
-            self.remove([error.number])
-            read, computed = [], []
+        if self._running or self.num_waiting:
+            try:
+                read, computed = super().advance()
+                prompts += read
+                answers += [answer for answer in computed if answer.uid not in self._errors]
+            except LeftError as error:  # others are as they were before their next pass
+                self.remove([error.number])
         if self._fatal is not None:
             raise self._fatal
-        self._running = [sequence for sequence in self._running if sequence.uid not in self._errors]
-        return prompts + read, answers + [answer for answer in computed if answer.uid not in self._errors]
+        if self._errors:
+            self._running = [sequence for sequence in self._running if sequence.uid not in self._errors]
+        return prompts, answers
 
     def take_errors(self) -> dict[int, RefusedError]:
         """Return the errors of requests since the last call, by number. The requests are gone."""
@@ -431,12 +446,12 @@ class ServedBatch(RowGenerator):
         sampler: Sampler = waiting.sampler
 
         def choose(logprobs: mx.array) -> mx.array:
-            with ends_alone(partial(self._refuse, uid)):
+            with EndsAlone(partial(self._refuse, uid)):
                 return sampler(logprobs)
             return greedy(logprobs)  # which nobody sees
 
         def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            with ends_alone(partial(self._refuse, uid)):
+            with EndsAlone(partial(self._refuse, uid)):
                 for processor in processors:
                     logits = processor(tokens, logits)
             return logits
@@ -478,28 +493,17 @@ class ServedBatch(RowGenerator):
         options = {"sampler": greedy, "prefill_step_size": step, "stream": self.stream, **limits}
         self._groups.append(Group(self._flash, guarded, **options))
 
-    def _groups_at_once(self) -> Iterator[Group | LoneRequest]:
-        """Yield the groups that are computed now. Prompts beyond the limits wait."""
-        num_prompts, num_running = 0, len(self._running)
-        for group in [*self._groups]:
-            num_prompts += group.num_prompts
-            num_running += len(group)
-            is_beyond = num_prompts > self.prefill_batch_size or num_running > self.completion_batch_size
-            if group.num_prompts and is_beyond:
-                return
-            yield group
-
-    def _next_of(self, group: Group | LoneRequest) -> tuple[list[Any], list[Any]]:
+    def _compute_group(self, group: Group | LoneRequest, prompts: list[Any], answers: list[Any]) -> None:
         """Compute a token of each answer of a group, or a part of its prompts.
 
         As far as memory is short, the newest answers end, and prompts are begun again one by one.
         """
-        before = self._num_restored
+        before = self._num_restored if group.num_prompts else 0
         while len(group):
             try:
-                prompts, answers = group.next()
+                read, computed = group.next()
             except LeftError:  # a loop's; the request is dropped before the next pass
-                return [], []
+                return
             except BudgetError as error:
                 assert isinstance(group, Group)
                 if group.newest is not None:
@@ -511,15 +515,20 @@ class ServedBatch(RowGenerator):
                     self._begin_group([each])
                 if not group.sequences:
                     self._note(group.uids[0], error)
-                break
-            group.num_restored += self._num_restored - before
-            for job in filter(None, (self._jobs.get(response.uid) for response in prompts)):
-                job.num_restored = group.num_restored
-            for response in answers:
+                return
+            if read:
+                group.num_restored += self._num_restored - before
+                for response in read:
+                    if (job := self._jobs.get(response.uid)) is not None:
+                        job.num_restored = group.num_restored
+                prompts += read
+                if isinstance(group, Group) and group.newest is not None:
+                    group.sequences = ()
+            for response in computed:
                 if response.finish_reason is not None:  # a later token failed, which nobody wants
                     self._errors.pop(response.uid, None)
-            return prompts, answers
-        return [], []
+            answers += computed
+            return
 
     @property
     def _num_restored(self) -> int:
@@ -528,12 +537,13 @@ class ServedBatch(RowGenerator):
 
     def _join_groups(self) -> None:
         """Move the answers of groups whose prompts are computed to the first one, unless they stay apart."""
-        for group in self._groups:
-            group.remove(self._errors)
-        begun = [group for group in self._groups if isinstance(group, Group) and group.newest is not None]
-        for group in begun:
-            group.sequences = ()
-        together = [group for group in begun if not any(map(self._is_apart, group.uids))]
+        if self._errors:
+            for group in self._groups:
+                group.remove(self._errors)
+        together: list[Group] = []
+        for group in self._groups if len(self._groups) > 1 else ():
+            if isinstance(group, Group) and group.newest is not None and not any(map(self._is_apart, group.uids)):
+                together.append(group)
         for group in together[1:]:
             together[0].take(group)
         self._groups = [group for group in self._groups if len(group) and group not in together[1:]]

@@ -7,8 +7,8 @@ come at any time and is the last one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -116,31 +116,59 @@ class Answers:
 
     def __init__(self, numbers: Sequence[int], on_leave: Callable[[Collection[int]], None]) -> None:
         self._loop, self._on_leave = asyncio.get_running_loop(), on_leave
-        self._numbers, self._silent = numbers, set(numbers)
+        self._numbers = numbers
         self.open = set(numbers)  # answers whose last event was not taken
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.begun = asyncio.Event()  # each answer has an event, or one has failed
-        self.error: RefusedError | None = None  # of one that failed while others had no event yet
+        self.is_whole = False  # set by a client that wants complete answers only
+        self._events: deque[tuple[int, Event]] = deque()
+        self._is_told = False  # the loop will hear of the events so far
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, number: int, event: Event) -> None:
         """Send an event. Never blocks: a client that reads nothing is dropped after a minute."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the client with it
-            self._loop.call_soon_threadsafe(self._add, number, event)
+        self._events.append((number, event))
+        if not self._is_told and (not self.is_whole or isinstance(event, End | Failed)):
+            self._is_told = True
+            try:  # noqa: SIM105 three calls for each token
+                self._loop.call_soon_threadsafe(self.wake)
+            except RuntimeError:  # the loop is closed, and the client with it
+                pass
 
-    def _add(self, number: int, event: Event) -> None:
-        self._events.put_nowait((number, event))
-        if not self.begun.is_set():
-            self._silent.discard(number)
-            self.error = event.error if isinstance(event, Failed) else None
-            if self.error is not None or not self._silent:
-                self.begun.set()
+    def wake(self) -> None:
+        """Let the client look for events. Those that come from now on wake it again."""
+        self._is_told = False
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-    async def next(self) -> tuple[int, Event]:
-        """Return the next event, and the place of its answer among all."""
-        number, event = await self._events.get()
+    async def wait(self) -> None:
+        """Wait to be woken."""
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    async def begin(self) -> None:
+        """Wait until each answer has an event. Raises: RefusedError: one of them has failed."""
+        while True:
+            events = list(self._events)
+            for _, event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+            if {number for number, _ in events} == self.open:
+                return
+            await self.wait()
+
+    def take(self) -> tuple[int, Event] | None:
+        """Return the next event, and the place of its answer among all; None if there is none yet."""
+        if not self._events:
+            return None
+        number, event = self._events.popleft()
         if isinstance(event, End | Failed):
             self.open.discard(number)
         return self._numbers.index(number), event
+
+    async def next(self) -> tuple[int, Event]:
+        """Return the next event, and the place of its answer among all."""
+        while (found := self.take()) is None:
+            await self.wait()
+        return found
 
     def leave(self) -> None:
         """End the answers, because their client has left. Harmless after their ends."""

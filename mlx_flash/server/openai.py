@@ -371,8 +371,10 @@ class Chunks(Writer):
     def _choice(
         self, number: int, part: dict[str, Any], tokens: Sequence[TokenDetail] = (), reason: str | None = None
     ) -> dict[str, Any]:
-        details = {"content": shown_logprobs(tokens), "refusal": None} if self._is_chat else _text_logprobs(tokens)
-        return {"index": number, **part, "logprobs": details if tokens else None, "finish_reason": reason}
+        details: dict[str, Any] | None = None
+        if tokens:
+            details = {"content": shown_logprobs(tokens), "refusal": None} if self._is_chat else _text_logprobs(tokens)
+        return {"index": number, **part, "logprobs": details, "finish_reason": reason}
 
     def _chunk(self, *choices: dict[str, Any]) -> bytes:
         return sent({**self._head, **({"usage": None} if self._wants_usage else {}), "choices": choices})

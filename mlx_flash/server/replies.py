@@ -47,6 +47,7 @@ class Whole:
 async def collect(request: Request, answers: Answers) -> list[Whole]:
     """Return complete answers to a client that waits for all of them."""
     events: defaultdict[int, list[Event]] = defaultdict(list)
+    answers.is_whole = True
 
     async def take() -> None:
         while answers.open:
@@ -105,15 +106,18 @@ class Asked(NamedTuple):
     streams: bool
 
 
+_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def sent(value: Mapping[str, Any]) -> bytes:
     """Return an event of a stream, which is named after its type if it has one."""
     name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+    return f"{name}data: {_json(value)}\n\n".encode("utf-8", "replace")
 
 
 def line(value: Mapping[str, Any]) -> bytes:
     """Return a part of a stream of lines."""
-    return f"{json.dumps(value, ensure_ascii=False)}\n".encode("utf-8", "replace")
+    return f"{_json(value)}\n".encode("utf-8", "replace")
 
 
 _ANTHROPICS_KINDS = {
@@ -158,9 +162,7 @@ async def reply(request: Request, answers: Answers, writer: Writer, *, streams: 
     began = time.monotonic()
     try:
         with contextlib.suppress(asyncio.TimeoutError):
-            await while_connected(request.receive, asyncio.wait_for(answers.begun.wait(), BEAT_SECONDS))
-        if answers.error is not None:
-            raise answers.error
+            await while_connected(request.receive, asyncio.wait_for(answers.begin(), BEAT_SECONDS))
     except BaseException:
         answers.leave()
         raise
@@ -172,21 +174,22 @@ class Stream(StreamingResponse):
 
     def __init__(self, path: str, answers: Answers, writer: Writer, began: float) -> None:
         self._path, self._answers, self._writer, self._sent_at = path, answers, writer, began
-        super().__init__(self._timed(), media_type=writer.media_type, headers={"Cache-Control": "no-cache"})
+        super().__init__(self._parts(), media_type=writer.media_type, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._wake_for_beat()
         try:
             await while_connected(receive, self.stream_response(send))
         except ClientDisconnect:
             log.info("a client left, or stopped reading, before its answer was complete")
         finally:
+            self._timer.cancel()
             self._answers.leave()
 
-    async def _timed(self) -> AsyncIterator[bytes]:
-        async for part in self._parts():
-            if not part.startswith(COMMENT):
-                self._sent_at = time.monotonic()
-            yield part
+    def _wake_for_beat(self) -> None:
+        self._answers.wake()
+        seconds = max(BEAT_SECONDS / 100, self._sent_at + BEAT_SECONDS - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._wake_for_beat)
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """Yield the parts, with beats by the clock: a pass may take minutes.
@@ -194,24 +197,29 @@ class Stream(StreamingResponse):
         Of two reports of the same work within a short time, only the first is sent.
         """
         for part in self._writer.begin():
+            self._sent_at = time.monotonic()
             yield part
         stage, reported = None, 0.0
         while self._answers.open:
-            try:
-                async with asyncio.timeout(max(0.0, self._sent_at + BEAT_SECONDS - time.monotonic())):
-                    number, event = await self._answers.next()
-            except TimeoutError:
-                yield self._writer.beat()
+            now = time.monotonic()
+            if (found := self._answers.take()) is None:
+                if now - self._sent_at < BEAT_SECONDS:
+                    await self._answers.wait()
+                else:
+                    self._sent_at = now
+                    yield self._writer.beat()
                 continue
+            number, event = found
             if isinstance(event, Progress):
-                now = time.monotonic()
                 if event.stage == stage and now - reported < PROGRESS_SECONDS:
                     continue
                 stage, reported = event.stage, now
-            if isinstance(event, Failed):
+            elif isinstance(event, Failed):
                 yield self._writer.fail(self._path, event.error)
                 return
             for part in self._writer.write(number, event):
+                if not part.startswith(COMMENT):
+                    self._sent_at = now
                 yield part
 
 

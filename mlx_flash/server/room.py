@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.forks import wait_for_end_of_thread
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batch import BatchOptions, Job, ends_alone
+from mlx_flash.server.batch import BatchOptions, EndsAlone, Job
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answers, Failed, Progress
 from mlx_flash.server.loaded import LoadedModel
@@ -169,32 +169,38 @@ class EngineRoom:
 
     def _step(self) -> bool:
         """Go one round. Return whether the server stops."""
-        news = self._news()
-        for request in news.requests:
-            self._take_in(request)
-        for number in news.left:
-            self._let_go(number)
-        with ends_alone(lambda error: None):  # it is logged; the model has left the room
-            self.models.unload_named(news.expired)
-        if news.stops:
+        if (news := self._news()) is not None and self._take_news(news):
             return True
         while self._waiting and self._admit(self._waiting[0]):
             self._waiting.popleft()
         for model in self.models:
             if model.jobs:
-                with ends_alone(partial(self._fail_all, model)):
+                with EndsAlone(partial(self._fail_all, model)):
                     model.advance()
                 if not model.jobs:
                     self.models.note_end(model)
         return False
 
-    def _news(self) -> News:
-        """Return what has come. Wait for it if there is nothing to compute."""
+    def _take_news(self, news: News) -> bool:
+        """Take note of what has come. Return whether the server stops."""
+        for request in news.requests:
+            self._take_in(request)
+        for number in news.left:
+            self._let_go(number)
+        with EndsAlone(lambda error: None):  # it is logged; the model has left the room
+            self.models.unload_named(news.expired)
+        return news.stops
+
+    def _news(self) -> News | None:
+        """Return what has come; None for nothing. Wait for it if there is nothing to compute."""
         ranks = self._ranks
         if ranks is not None and not ranks.is_first:
             return ranks.share(News())
         is_idle = not self._waiting and not any(model.jobs for model in self.models)
-        seconds = self.models.next_expiry if is_idle else 0.0
+        seconds = self.models.next_expiry
+        if not is_idle and ranks is None and seconds != 0 and self._woken.empty():
+            return None
+        seconds = seconds if is_idle else 0.0
         if ranks is not None:
             seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
         with suppress(Empty):
@@ -207,7 +213,7 @@ class EngineRoom:
     def _take_in(self, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
-        with ends_alone(lambda error: None if answer is None else answer.put(request.number, Failed(error))):
+        with EndsAlone(lambda error: None if answer is None else answer.put(request.number, Failed(error))):
             source = self.catalog.find(request.model)
             job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
             model = self.models.get(job.source)
@@ -217,7 +223,7 @@ class EngineRoom:
 
     def _admit(self, job: Job) -> bool:
         """Begin with a request if there is room now. Return False if it has to wait for others."""
-        with ends_alone(job.fail):
+        with EndsAlone(job.fail):
             if job.request.work == "unload":
                 if (found := self.models.get(job.source)) is not None:  # after its other requests
                     self.models.note_use(found, 0.0)
@@ -261,7 +267,7 @@ class EngineRoom:
         self._waiting = deque(job for job in self._waiting if job.number != number)
         for model in self.models:
             for job in [job for job in model.jobs.values() if job.number == number]:
-                with ends_alone(partial(self._fail_all, model)):
+                with EndsAlone(partial(self._fail_all, model)):
                     model.drop(job)
                 self.models.note_end(model)
 

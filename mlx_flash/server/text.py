@@ -76,13 +76,13 @@ class StopTexts:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        ends: dict[str, list[Any]] = {text: [] for text in texts if text}
-        self._state = TextStateMachine({"": [(text, text) for text in ends], **ends}).make_state("")
+        self._texts: dict[str, list[Any]] = {text: [] for text in texts if text}
+        self._state = TextStateMachine({"": [(text, text) for text in self._texts], **self._texts}).make_state("")
         self.found: str | None = None
 
     def add(self, text: str) -> str:
-        if self.found:
-            return ""
+        if self.found or not self._texts:
+            return "" if self.found else text
         self._state, segments = TextStateMachine.split(self._state, text)
         self.found = self._state[0] or None
         return str(segments[0][1])
@@ -143,13 +143,15 @@ class TextStream:
         if ends:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
-        found = [each for state, part in segments for each in self._take(state, part)]
+        found: list[Part] = []
+        for name, part in segments:
+            self._take(name, part, found)
         if ends:
-            found += self._end_section(is_cut=self._is_marked)
+            self._end_section(found, is_cut=self._is_marked)
             found += [Piece(self._held)] if self._held else []
             self._held = ""
-        self.num_calls += sum(isinstance(part, ToolCall) for part in found)
-        return list(self._without_blanks(found, ends=ends))
+        has_calls = self._tools or self.num_calls
+        return list(self._without_blanks(found, ends=ends)) if has_calls else found
 
     def _without_blanks(self, parts: Sequence[Part], *, ends: bool) -> Iterator[Part]:
         """Yield parts. Blanks beside calls are left out: clients take any text for an answer."""
@@ -166,31 +168,31 @@ class TextStream:
             yield Piece(self._blanks)
             self._blanks = ""
 
-    def _take(self, state: str, text: str) -> Iterator[Part]:
-        """Yield what a text completes that the model wrote in a state. All states of calls begin with "tool"."""
+    def _take(self, state: str, text: str, found: list[Part]) -> None:
+        """Add what a text completes that the model wrote in a state. All states of calls begin with "tool"."""
         state = CALL if self._is_call else state
         if state != self._before:
-            yield from self._end_section()
+            self._end_section(found)
         self._before = state
         if state.startswith(CALL):
             self._section += text
         elif state == "normal" and self._opening is not None:
-            yield from self._open(text)
+            self._open(text, found)
         elif state in ("normal", "raw", "reasoning") and text:
-            yield Piece(text, "reasoning" if state == "reasoning" else "text")
+            found.append(Piece(text, "reasoning" if state == "reasoning" else "text"))
 
-    def _open(self, text: str) -> Iterator[Part]:
-        """Yield the beginning of an answer. What may begin a call without a mark is held back."""
+    def _open(self, text: str, found: list[Part]) -> None:
+        """Add the beginning of an answer. What may begin a call without a mark is held back."""
         assert self._opening is not None
         self._held += text
         match = self._opening.match(self._held, partial=True)
         if match is None or not match.partial:
             held, self._held, self._opening = self._held, "", None
             self._is_call = match is not None
-            yield from self._take("normal", held)
+            self._take("normal", held, found)
 
-    def _end_section(self, *, is_cut: bool = False) -> Iterator[Part]:
-        """Yield the calls of a section, or its text if it cannot be read. One that is cut off ends without its mark."""
+    def _end_section(self, parts: list[Part], *, is_cut: bool = False) -> None:
+        """Add the calls of a section, or its text if it cannot be read. One that is cut off ends without its mark."""
         text, self._section = self._section, ""
         calls: list[ToolCall] = []
         with contextlib.suppress(*_UNREADABLE):
@@ -198,9 +200,10 @@ class TextStream:
             if text and not (is_cut and parser.__module__.rpartition(".")[2] in _WITH_END):
                 found = parser(text, list(self._tools))
                 calls = [_tool_call(call) for call in (found if isinstance(found, list) else [found])]
-        yield from calls
+        parts += calls
+        self.num_calls += len(calls)
         if text and not calls:
-            yield Piece(text)
+            parts.append(Piece(text))
 
 
 # --- calls of templates -----------------------------------------------------------------------------------------------

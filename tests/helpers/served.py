@@ -56,7 +56,7 @@ class Served:
         self.room = room
         room._lock = threading.RLock()  # for `submit`
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="clients")
         self._thread.start()
 
     def close(self) -> None:

@@ -6,17 +6,20 @@ import asyncio
 import gc
 import importlib
 import json
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
+import mlx_flash
 from mlx_flash import FlashConfig
 from mlx_flash.engine import passes
 from mlx_flash.engine.passes import Passes
@@ -33,6 +36,7 @@ from zoo import configuration
 
 __all__ = ["model"]
 
+PACKAGE = str(Path(mlx_flash.__file__).parent)
 TEXTS = ["Hi", LONG, "Tell me of the sea", "Who are you? " * 9]
 ALIKE = ["Tell me a joke", "Sing me a song", "Give me a word", "What do I own"]
 NUM_TOKENS = 12
@@ -433,3 +437,27 @@ def test_refusals_name_the_memory(served: Served, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loaded, "LEAST_ANSWER", 10**7)
     with pytest.raises(RefusedError, match=r"answer of at most 10000000.*the budget is"):
         served.ask(*turn("Hi"), max_tokens=10**7)
+
+
+def test_calls_of_a_token(model: str) -> None:
+    """Of this package beside mlx-lm's own: in the generation thread, and in the event loop of its clients."""
+    num_calls = {"generation": 0, "clients": 0}
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        name = threading.current_thread().name
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and name in num_calls:
+            num_calls[name] += 1
+
+    def counted(served: Served, num_tokens: int) -> dict[str, int]:
+        before = {**num_calls}
+        text_of(served.events(request("Hi", max_tokens=num_tokens)))
+        return {name: number - before[name] for name, number in num_calls.items()}
+
+    threading.setprofile(count)
+    try:
+        with serving(model) as served:
+            _, few, many = (counted(served, num_tokens) for num_tokens in (8, 8, 108))
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert many["generation"] - few["generation"] <= 55 * 100
+    assert many["clients"] - few["clients"] <= 8 * 100

@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from mlx_flash.errors import *  # noqa: F403 every error is public
+from mlx_flash.errors import mlx_explained
 from mlx_flash.version import VERSION
 
 TYPE_CHECKING = False
@@ -10,100 +12,47 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from mlx_flash.config import FlashConfig, parse_budget
-    from mlx_flash.errors import (
-        BudgetError,
-        CacheError,
-        CheckpointError,
-        CheckpointNotFoundError,
-        ClosedError,
-        CompatibilityError,
-        CompilerError,
-        ConfigError,
-        FileChangedError,
-        FlashError,
-        HeaderError,
-        IndexFileError,
-        PeerError,
-        PictureError,
-        ReadError,
-        RefusedError,
-        SelfTestError,
-        StreamedWeightsError,
-        TruncatedFileError,
-        WriteError,
-    )
-    from mlx_flash.generation import batch_generate, generate, generate_step, stream_generate
-    from mlx_flash.integration.mlx_lm import FlashPatch, apply_flash_patch, remove_flash_patch
-    from mlx_flash.integration.modelfile import parse_flash_directives
-    from mlx_flash.kv.diskcache import DiskKVCache
-    from mlx_flash.loading import FlashGenerationLoop, FlashManager, load, load_model
-    from mlx_flash.model import FlashLLM
-    from mlx_flash.vision.flashvlm import load_vlm
+    from mlx_flash.config import FlashConfig as FlashConfig
+    from mlx_flash.config import parse_budget as parse_budget
+    from mlx_flash.generation import batch_generate as batch_generate
+    from mlx_flash.generation import generate as generate
+    from mlx_flash.generation import generate_step as generate_step
+    from mlx_flash.generation import stream_generate as stream_generate
+    from mlx_flash.integration.mlx_lm import FlashPatch as FlashPatch
+    from mlx_flash.integration.mlx_lm import apply_flash_patch as apply_flash_patch
+    from mlx_flash.integration.mlx_lm import remove_flash_patch as remove_flash_patch
+    from mlx_flash.integration.modelfile import parse_flash_directives as parse_flash_directives
+    from mlx_flash.kv.diskcache import DiskKVCache as DiskKVCache
+    from mlx_flash.loading import FlashGenerationLoop as FlashGenerationLoop
+    from mlx_flash.loading import FlashManager as FlashManager
+    from mlx_flash.loading import load as load
+    from mlx_flash.loading import load_model as load_model
+    from mlx_flash.model import FlashLLM as FlashLLM
+    from mlx_flash.vision.flashvlm import load_vlm as load_vlm
 
 __version__ = VERSION
 
-__all__ = [
-    "BudgetError",
-    "CacheError",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "ClosedError",
-    "CompatibilityError",
-    "CompilerError",
-    "ConfigError",
-    "DiskKVCache",
-    "FileChangedError",
-    "FlashConfig",
-    "FlashError",
-    "FlashGenerationLoop",
-    "FlashLLM",
-    "FlashManager",
-    "FlashPatch",
-    "HeaderError",
-    "IndexFileError",
-    "PeerError",
-    "PictureError",
-    "ReadError",
-    "RefusedError",
-    "SelfTestError",
-    "StreamedWeightsError",
-    "TruncatedFileError",
-    "WriteError",
-    "apply_flash_patch",
-    "batch_generate",
-    "generate",
-    "generate_step",
-    "load",
-    "load_model",
-    "load_vlm",
-    "parse_budget",
-    "parse_flash_directives",
-    "remove_flash_patch",
-    "stream_generate",
-]
-
 _HOMES = {
-    "mlx_flash.config": {"FlashConfig", "parse_budget"},
-    "mlx_flash.generation": {"batch_generate", "generate", "generate_step", "stream_generate"},
-    "mlx_flash.integration.mlx_lm": {"FlashPatch", "apply_flash_patch", "remove_flash_patch"},
-    "mlx_flash.integration.modelfile": {"parse_flash_directives"},
-    "mlx_flash.kv.diskcache": {"DiskKVCache"},
-    "mlx_flash.loading": {"FlashGenerationLoop", "FlashManager", "load", "load_model"},
-    "mlx_flash.model": {"FlashLLM"},
-    "mlx_flash.vision.flashvlm": {"load_vlm"},
+    "config": ("FlashConfig", "parse_budget"),
+    "generation": ("batch_generate", "generate", "generate_step", "stream_generate"),
+    "integration.mlx_lm": ("FlashPatch", "apply_flash_patch", "remove_flash_patch"),
+    "integration.modelfile": ("parse_flash_directives",),
+    "kv.diskcache": ("DiskKVCache",),
+    "loading": ("FlashGenerationLoop", "FlashManager", "load", "load_model"),
+    "model": ("FlashLLM",),
+    "vision.flashvlm": ("load_vlm",),
 }
+_HOME_OF = {name: f"mlx_flash.{home}" for home, names in _HOMES.items() for name in names}
+
+__all__ = [*sorted(name for name in globals() if name.endswith("Error")), *_HOME_OF]
 
 
 def __getattr__(name: str) -> "Any":
     """Import a public name at its first use: the monitor and the like need no MLX."""
-    if name not in __all__:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "mlx_flash.errors")
-    from mlx_flash.errors import mlx_explained
-
     with mlx_explained():
-        value = getattr(import_module(home), name)
+        value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # the next use finds it at once
     return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import math
@@ -55,20 +54,6 @@ def test_every_field_is_documented() -> None:
     text = inspect.cleandoc(FlashConfig.__doc__ or "")  # as Python does it from 3.13 on
     documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
     assert documented == [field.name for field in dataclasses.fields(FlashConfig)]
-
-
-def test_every_field_is_read() -> None:
-    """Somewhere outside of config.py, as an attribute of something that is called a config."""
-    modules = [path for path in Path(mlx_flash.__file__).parent.rglob("*.py") if path.name != "config.py"]
-    nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
-    read = {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2].lstrip("_") == "config"
-    }
-    assert {"ram_budget_gb" if name == "budget_bytes" else name for name in read} >= {
-        field.name for field in dataclasses.fields(FlashConfig)
-    }
 
 
 # --- values and their bounds -----------------------------------------------------------------------------------------

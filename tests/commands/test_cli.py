@@ -238,19 +238,6 @@ def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
     assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
 
 
-def test_doctor_measures_a_cold_run_against_its_plan(model: Path) -> None:
-    command = ["doctor", "--model", model, "--ram-budget-gb", "min", "--prompt-tokens", 20, "--max-tokens", 5]
-    report = run_json(*command)["run"]
-    assert (report["prompt_tokens"], report["generation_tokens"], report["finish_reason"]) == (20, 5, "length")
-    assert report["peak_memory_bytes"] <= report["budget_bytes"] and "dropped before loading" in report["cold"]
-    assert report["generation_tokens_per_second"] > 0 and report["load_seconds"] > 0
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    text = " ".join(done.stdout.decode().split())
-    expected = ("Cold: the cached pages", "Loading: ", "First token: after ", "Generation: ", "planned: ", "budget of ")
-    assert all(words in text for words in expected)
-
-
 def table_of(*arguments: object) -> str:
     """Return what `plan` prints, where each blank or line break is one blank."""
     done = run("plan", "--model", *arguments)
@@ -605,27 +592,6 @@ def test_full_disk_below_standard_output_is_named(words: str, unbuffered: str) -
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
-
-
-def test_plan_of_a_mixture(mixture: Path) -> None:
-    plan = run_json("plan", "--model", mixture, *POOL)
-    pool = plan["pool"]
-    assert pool["num_experts"] == 4 * 16 and 2 <= pool["num_slots"] < 64
-    assert 0.8 * 3e6 < pool["num_slots"] * pool["slot_bytes"] <= 3e6
-    assert 0 < pool["hit_rate"] < 1 and pool["read_bytes"] > 0 and pool["seconds"] > 0
-    assert plan["tokens_per_second"] == pytest.approx(1 / plan["opening_seconds"])
-    assert plan["opening_seconds"] >= plan["streaming"]["compute_seconds"]
-    (part,) = [part for part in plan["parts"] if part["name"].startswith("experts")]
-    assert part["name"] == f"experts ({pool['num_slots']} of 64)"
-    assert part["bytes"] == pool["num_slots"] * pool["slot_bytes"]
-    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= plan["budget_bytes"]
-    for flags in (("--ram-budget-gb", 2), ("--ram-budget-gb", "min", "--expert-pool-gb", 0)):
-        assert run_json("plan", "--model", mixture, *flags)["pool"] is None
-
-
-def test_a_pool_too_small_names_the_least(mixture: Path) -> None:
-    line = error_of("plan", "--model", mixture, "--expert-pool-gb", 1e-5)
-    assert "expert_pool_gb is 1e-05" in line and "at least" in line and "experts of" in line
 
 
 @pytest.fixture(scope="module")

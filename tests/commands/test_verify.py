@@ -16,16 +16,15 @@ import pytest
 
 from mlx_flash import CheckpointError, FileChangedError, FlashConfig, ReadError
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, of_tokens, verify, watching
+from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, of_tokens, verify
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
 from mlx_flash.storage import ranges
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads, Ticket
 from mlx_flash.storage.ranges import SourceFile
 from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import WeightStream
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, run, same_bits, save, stock
-from streamed import nbytes_of, streamed_whole
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
+from streamed import nbytes_of
 
 MODELS = {"llama": LLAMA, "gemma3": GEMMA3, "mamba2": MAMBA2, "qwen3_moe": QWEN3_MOE}
 
@@ -66,26 +65,6 @@ def test_long_prompt_is_computed_in_parts(folder: Callable[[str], Path]) -> None
     assert [bool(call["logits"]) for call in receipt["calls"]] == [False, False, True, True, True]
 
 
-def test_watching_changes_no_bits_and_leaves_no_trace(folder: Callable[[str], Path]) -> None:
-    model = stock(folder("llama"))
-    before, seen = type(model.layers[0]).__call__, []
-    plain = run(model, [[1, 2, 3], [4]])
-    with watching(model.layers[1:3], lambda module, result: seen.append(module)):
-        assert same_bits(run(model, [[1, 2, 3], [4]]), plain)
-    assert [id(module) for module in seen] == 2 * [id(model.layers[1]), id(model.layers[2])]
-    assert type(model.layers[0]).__call__ is before
-
-
-@pytest.mark.parametrize("cut", [0, 1, "tiles"])
-def test_layers_are_watched_however_they_are_cut(folder: Callable[[str], Path], cut: int | str) -> None:
-    with streamed_whole(folder("llama"), cut=cut) as model:
-        model.start()
-        layers, seen = [unit.module for unit in model.layout.layers], []
-        with watching(layers, lambda module, result: seen.append(id(module))):
-            run(model, [[1, 2, 3], [4]])
-        assert seen == 2 * [id(layer) for layer in layers]
-
-
 def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
     directory = save(tmp_path / "model", {**LLAMA, "num_hidden_layers": 16})
     layout = prepare(directory, FlashConfig(ram_budget_gb="min")).layout
@@ -119,24 +98,6 @@ def test_a_flipped_byte_in_a_slot_is_found(
     status, receipt = verified(folder("llama"))
     assert status == EXIT_DIFFERS and not receipt["is_exact"]
     assert len(receipt["wrong_bytes"]) == 1 and receipt["wrong_bytes"][0].startswith("byte ")
-
-
-def test_a_stale_slot_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that is not filled again keeps the weights of another unit."""
-    start, count = BackgroundPrefetcher.start, iter(range(1 << 30))
-
-    def stale(reader: BackgroundPrefetcher, reads: Reads, buffer: memoryview, **options: Any) -> Ticket:
-        before = bytes(buffer)
-        ticket = start(reader, reads, buffer, **options)
-        if not options and next(count) == 6:  # pinned weights and rows of a table have options
-            ticket.wait()
-            buffer[:] = before
-        return ticket
-
-    monkeypatch.setattr(BackgroundPrefetcher, "start", stale)
-    status, receipt = verified(folder("llama"))
-    assert status == EXIT_DIFFERS and receipt["wrong_bytes"]
-    assert receipt["difference"].startswith("call ") and "layers" in receipt["difference"]
 
 
 def test_a_flipped_byte_of_an_expert_is_found(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

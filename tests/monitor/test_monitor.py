@@ -15,12 +15,10 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import psutil
 import pytest
 import rich.console
 from hypothesis import given
@@ -106,17 +104,6 @@ def test_cached_part_of_the_files_is_shown() -> None:
     history.add(published(state(read=read), 102.0))
     assert history.rates.cached_share == 0.25
     assert "1.20 GB of the files in free memory; 25% of reads now" in "\n".join(text_of(history))
-
-
-def test_speeds_count_the_evaluation_of_lazy_calls() -> None:
-    """The calls of a model in memory return at once: a server showed 82678 prompt tokens/s."""
-    passes = {"num_tokens_in": 2010, "num_tokens_out": 10, "pass_seconds": 0.03, "decode_seconds": 0.01}
-    gaps = {"prompt_gap_seconds": 19.98, "decode_gap_seconds": 1.99}
-    rates = History(published(state(passes={**passes, **gaps}))).rates
-    assert rates.mean_prompt_tokens_per_second == pytest.approx(100)
-    assert rates.mean_tokens_per_second == pytest.approx(5)
-    passes = {"num_tokens_in": 512, "num_tokens_out": 0, "num_prompt_tokens": 0, "pass_seconds": 0.01}
-    assert History(published(state(passes=passes))).rates.mean_prompt_tokens_per_second is None
 
 
 def test_only_the_last_minute_is_remembered() -> None:
@@ -535,17 +522,6 @@ def test_progress_moves_in_a_terminal_of_any_size(generating: subprocess.Popen[s
     assert shell.end() == 0
 
 
-def test_without_colours(generating: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, is_coloured in (("", True), ("1", False)):
-        monkeypatch.setenv("NO_COLOR", variable)
-        shell = monitor_of(generating)
-        for _ in range(2):
-            shell.wait_for(FRAME)
-        assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", shell.last)) == is_coloured
-        shell.type("q")
-        assert shell.end() == 0
-
-
 def test_it_waits_for_an_engine_and_outlives_it(model: Path) -> None:
     shell = Shell("-m", "mlx_flash", "monitor")
     shell.wait_for("No engine is running; waiting.")
@@ -554,17 +530,6 @@ def test_it_waits_for_an_engine_and_outlives_it(model: Path) -> None:
         shell.wait_for(" out; ")
         process.kill()
     shell.wait_for("ended ")
-    shell.type("q")
-    assert shell.end() == 0
-
-
-def test_it_takes_little_of_a_processor(generating: subprocess.Popen[str]) -> None:
-    shell = monitor_of(generating)
-    monitor = psutil.Process(shell.process.pid)
-    before = monitor.cpu_times()
-    time.sleep(4)
-    after = monitor.cpu_times()
-    assert (after.user + after.system - before.user - before.system) / 4 < 0.06
     shell.type("q")
     assert shell.end() == 0
 
@@ -666,61 +631,6 @@ def test_rates_are_those_of_whole_tokens_however_seldom_they_come(seconds_per_to
     assert seen > 50
 
 
-def test_a_slow_model_seen_only_twice() -> None:
-    """A call took 7 s, and the second before its end is all that was seen: the bytes of a call are 7 times those."""
-    before, after = pool(read_bytes=6 * GB), pool(read_bytes=7 * GB)
-    rates = history_of(told(100.0, 4, 93.5, before), told(101.0, 5, 100.5, after)).rates.experts
-    assert rates is not None and rates.read_bytes_per_token == pytest.approx(7 * GB)
-
-
-def test_before_the_first_call_has_ended() -> None:
-    """A long prompt: shares are known, what a token costs is not."""
-    before, after = pool(num_routed=10, num_hits=1), pool(num_routed=30, num_hits=6, read_bytes=GB, wait_seconds=1.5)
-    history = history_of(told(100.0, 0, 0.0, before), told(102.0, 0, 0.0, after))
-    rates = history.rates.experts
-    assert rates is not None
-    assert (rates.hit_rate, rates.wait_share) == (0.25, 0.75)
-    assert rates.read_per_token is rates.reused_per_token is rates.read_bytes_per_token is None
-    assert line_of(history, "experts") == "experts    per token - read (-), - reused; waited 75% of the time"
-
-
-def test_a_change_is_seen_within_seconds() -> None:
-    """Half a minute in which nothing is in the pool, then everything."""
-    history = History(told(100.0, 1, 99.9, pool()))
-    for i in range(1, 160):
-        routed, hits = i * 32, max(0, i - 120) * 32
-        history.add(told(100.0 + i * 0.25, 1 + i, 99.9 + i * 0.25, pool(num_routed=routed, num_hits=hits)))
-        rates = history.rates.experts
-        assert rates is not None
-        assert rates.hit_rate == (0 if i <= 120 else pytest.approx(1 if i > 136 else (i - 120) / 16))
-
-
-def test_one_look_tells_no_rates() -> None:
-    rates = History(told(101.0, 34, 100.9, pool(num_routed=1000, num_hits=100))).rates.experts
-    assert rates is not None and set(asdict(rates).values()) == {None}
-
-
-def test_counters_that_are_read_one_after_another() -> None:
-    """Parts moved after the whole was looked at, and less than a token is none."""
-    after = pool(num_routed=32, num_hits=33, num_predicted=4, num_predicted_right=5, wait_seconds=1.1)
-    rates = history_of(told(100.0, 30, 99.9, pool()), told(101.0, 34, 100.9, after)).rates.experts
-    assert rates is not None and rates.hit_rate == rates.predicted_right == rates.wait_share == 1
-    after = pool(num_routed=32, read_bytes=GB)
-    rates = history_of(told(100.0, 0, 99.9, pool()), told(101.0, 1e-300, 100.9, after)).rates.experts
-    assert rates is not None and rates.read_per_token is rates.read_bytes_per_token is None
-
-
-def test_an_idle_engine_keeps_the_last_tokens_and_then_forgets_them() -> None:
-    history = two_looks()
-    latest = dict(history.latest.state["experts"])
-    for i in range(1, 300):
-        history.add(told(101.0 + i * 0.25, 34, 100.9, latest))
-        rates = history.rates.experts
-        assert rates is not None
-        assert rates.hit_rate == (pytest.approx(0.75) if i * 0.25 <= MINUTE - 1 else None)
-        assert i < 20 or rates.wait_share == 0
-
-
 def test_waits_for_experts_are_waits_for_the_disk() -> None:
     """They lie within the time in which a layer's other weights are held."""
     shares = []
@@ -745,16 +655,6 @@ def test_two_lines() -> None:
     assert [label for label in labels if label in ("time", "pool", "experts", "budget")] == [
         "time", "pool", "experts", "budget"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("experts", [{}, {"experts": None}])
-def test_nothing_without_a_pool(experts: Json) -> None:
-    plain = history_of(published(state(), 100.0), published(state(), 101.0))
-    memory = {"memory": {"pool": 0}} if experts else {}
-    history = history_of(*(published(state(**experts, **memory), clock) for clock in (100.0, 101.0)))
-    assert history.rates == plain.rates and history.rates.experts is None
-    assert lines_of(history) == lines_of(plain)
-    assert "experts" not in "\n".join(lines_of(history))
 
 
 def test_the_pool_is_a_part_of_the_budget() -> None:

@@ -95,14 +95,6 @@ def test_decisions(plan: ResidencyPlan) -> None:
     assert caught.value.status == 413
 
 
-def test_requests_that_wait_hold_their_logits(plan: ResidencyPlan) -> None:
-    """Those of the last token, and their log-probabilities."""
-    logits = plan.activations.logits_per_token
-    larger = replace(plan, activations=replace(plan.activations, logits_per_token=logits + 1000))
-    one, three = (together_bytes(larger, [100] * n, "exact") - together_bytes(plan, [100] * n, "exact") for n in (1, 3))
-    assert three - one == 2 * 2 * 1000
-
-
 @pytest.mark.parametrize("may_batch", [True, False])
 def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -> None:
     needed = together_bytes(plan, [120], "exact") if may_batch else alone_bytes(plan, 120)
@@ -172,12 +164,6 @@ def test_activations_and_states_of_requests_count(plan: ResidencyPlan) -> None:
     assert batch_bytes(with_states, [50]) - batch_bytes(plan, [50]) == 100 * plan.prefill_step_size
 
 
-def test_caches_that_never_go_to_disk_count_in_full(plan: ResidencyPlan) -> None:
-    own = on_disk(plan)
-    with_others = replace(own, cache=replace(own.cache, token_bytes=own.cache.token_bytes + 100))
-    assert alone_bytes(with_others, 9000) - alone_bytes(own, 9000) >= 9000 * 100
-
-
 def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: ResidencyPlan) -> None:
     """Slots are for the longest."""
     cache = replace(plan.cache, token_bytes=plan.cache.token_bytes + 10)
@@ -188,23 +174,6 @@ def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: Res
     assert together_bytes(lean, [60_000, 90_000], "exact") == two
     in_memory = replace(lean, kv=replace(lean.kv, num_on_disk=0))  # where plans have room for all
     assert together_bytes(in_memory, [90_000], "exact") >= 90_000 * cache.token_bytes
-
-
-def test_a_request_alone_in_caches_of_mlx_lm_is_a_batch_of_one(plan: ResidencyPlan) -> None:
-    """Nobody computes it token by token."""
-    stock = replace(plan, kv=replace(plan.kv, options=None))
-    assert alone_bytes(stock, 700) == batch_bytes(stock, [700]) > alone_bytes(plan, 700)
-
-
-def test_room_is_counted_that_caches_of_mlx_lm_grow_to(plan: ResidencyPlan) -> None:
-    """They grow by whole steps from any length: with 257 tokens after 255 they have room for 767."""
-    caches = [filled(filled(KVCache(), 1, 255), 1, 257) for _ in range(LLAMA["num_hidden_layers"])]
-    mx.eval([cache.state for cache in caches])  # type: ignore[attr-defined]
-    lean = with_mlx_lm_caches(plan)
-    nbytes = sum(array.nbytes for array in arrays_in(caches))
-    assert nbytes == 767 * lean.cache.token_bytes
-    for needed in (batch_bytes(lean, [512]), alone_bytes(lean, 512)):
-        assert nbytes <= needed < 2 * nbytes
 
 
 def test_a_request_alone_takes_what_it_was_admitted_for(model: FlashLLM, plan: ResidencyPlan) -> None:

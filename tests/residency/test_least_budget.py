@@ -176,17 +176,6 @@ def test_a_table_whose_weights_others_take_is_planned_as_in_memory(tmp_path: Pat
         assert model.plan.resident_bytes > table
 
 
-def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where MLX keeps an array that a later write would otherwise change in place."""
-    directory = save(tmp_path, configuration("jamba"))
-    found = []
-    for copies in (False, True):
-        monkeypatch.setattr("mlx_flash.residency.sizes.has_own_memory", lambda copies=copies: copies)
-        found.append(prepare(directory, FlashConfig(ram_budget_gb="min", context_length=64)).plan)
-    in_place, copied = (plan.activations.nbytes(64, 64, all_logits=False) for plan in found)
-    assert copied - in_place == 64**2 * found[1].cache.largest_scan > 0
-
-
 RECURRENT_PROGRAM = """
 import sys
 import mlx.core as mx
@@ -208,10 +197,6 @@ def test_what_mlx_records_of_a_loop_over_tokens_is_planned(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr.decode()
     budget, peak, step = map(int, done.stdout.split())
     assert peak <= budget and step >= 64
-
-
-def test_attention_records_nothing_more_for_more_tokens(directories: Callable[[str], Path]) -> None:
-    assert prepare(directories("llama"), FlashConfig(ram_budget_gb="min")).layout.trace.nodes_per_token == 0
 
 
 COMMANDS = {

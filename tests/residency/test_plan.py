@@ -42,9 +42,6 @@ from machines import (
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
-from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.residency import planner
 from mlx_flash.residency.ledger import KV_SHARE
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
@@ -235,18 +232,6 @@ def test_every_plan_adds_up(sizes: ModelSizes, config: FlashConfig, machine: Mac
     check(plan, sizes, config, machine)
 
 
-def test_parts_are_named_for_people() -> None:
-    machine = make_machine(has_buffer_cache=True, active_bytes=7 * MB)
-    (plan,) = plans_between(make_model(), FIXED, machine, [0.5])
-    words = " / ".join(name for name, _ in plan.parts())
-    assert "1024 tokens" in words
-    assert "64 tokens a call" in words
-    assert f"{plan.streaming.num_slots} x " in words
-    assert dict(plan.parts())["MLX buffer cache"] == plan.cache_limit > 0
-    assert (plan.read_size, plan.queue_depth, plan.disk_bytes_per_second) == (4 * MIB, 4, 2e9)
-    assert (plan.active_bytes, plan.base_bytes) == (7 * MB, 196 * MB)
-
-
 def test_bounce_buffers_are_set_aside_only_where_reads_are_copied() -> None:
     disk = DiskProfile(2e9, 4 * MIB, 4, direct=True)
     for copies in (False, True):
@@ -299,36 +284,12 @@ def test_the_smallest_budget_that_a_refusal_names_can_be_typed_back_in(sizes: Mo
             assert plan.budget_bytes - least < MB
 
 
-def test_what_a_refusal_says() -> None:
-    with pytest.raises(BudgetError) as caught:
-        make_plan(make_model(), replace(FIXED, ram_budget_gb=0.2), make_machine())
-    message = str(caught.value)
-    for words in ("ram_budget_gb is 0.2,", "slots (1 x 93.4 MB) 93 MB", "KV cache (1024 tokens)", "'min'"):
-        assert words in message
-    assert "read buffers" not in message  # none are needed
-
-
-def test_the_minimum_does_not_grow_with_the_number_of_layers() -> None:
-    def without_kv(num_layers: int) -> int:
-        sizes = make_model(layers=[LLAMA_LAYER] * num_layers)
-        return minimum_of(replace(sizes, cache=CacheSizes()), FlashConfig(), make_machine())
-
-    assert without_kv(2) == without_kv(200)
-
-
 def test_a_word_leaves_a_mixture_its_pool_beside_mlx_buffer_cache() -> None:
     """A larger buffer cache took the room of the pool, and whole layers were read."""
     sizes, machine = make_mixture(expert=(150_000_000,) * 3), make_machine(has_buffer_cache=True)
     plan = make_plan(sizes, FlashConfig(ram_budget_gb="min"), machine)
     assert plan.budget_bytes > plan.minimum_bytes  # reading layers takes less
     assert plan.pool is not None and plan.peak_bytes <= plan.budget_bytes
-
-
-def test_the_minimum_of_a_tiny_model_is_to_have_it_in_memory() -> None:
-    sizes = make_model(layers=[[7_000]], head=(64, 32), table=(64, 32))
-    plan = make_plan(sizes, FlashConfig(ram_budget_gb="min"), make_machine())
-    assert plan.streaming.heads == ()
-    assert plan.peak_bytes <= everything(sizes, FIXED, make_machine()).peak_bytes
 
 
 memories = st.integers(10**8, 10**11).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total)))
@@ -348,18 +309,6 @@ def test_a_budget_that_depends_on_the_machine(
     assert plan.budget_bytes == max(minimum, min(int(of_free * available), int(of_all * total)))
     assert plan.minimum_bytes == minimum
     check(plan, sizes, config, machine)
-
-
-def test_profiles_of_a_machine() -> None:
-    sizes, machine = make_model(), make_machine(total_memory=16 * GB, available_memory=10 * GB)
-    idle = replace(machine, available_memory=16 * GB)
-    busy = replace(machine, available_memory=GB // 10)
-    least = minimum_of(sizes, FIXED, machine)
-    for word, nbytes, most in (("safe", 5 * GB, 6.4e9), ("balanced", 7 * GB, 11.2e9), ("performance", 9 * GB, 12.8e9)):
-        config = replace(FIXED, ram_budget_gb=word)  # type: ignore[arg-type]
-        assert make_plan(sizes, config, machine).budget_bytes == nbytes
-        assert make_plan(sizes, config, idle).budget_bytes == most
-        assert make_plan(sizes, config, busy).budget_bytes == least
 
 
 @some(40)
@@ -423,13 +372,6 @@ def test_what_fits_whole_is_not_streamed(
     check(plan, sizes, config, machine)
 
 
-def test_the_ends_of_what_is_set_aside_for_tokens() -> None:
-    plan = everything(make_model(), FlashConfig(), make_machine())
-    assert (plan.context_length, plan.prefill_step_size) == (CONTEXT_LENGTHS[0], PREFILL_STEPS[0])
-    plan = make_plan(make_model(), FlashConfig(ram_budget_gb="min"), make_machine())
-    assert (plan.context_length, plan.prefill_step_size) == (CACHE_STEP, PREFILL_STEPS[-1])
-
-
 many_shares = st.lists(shares, min_size=5, max_size=5).map(sorted)
 many_alike = st.builds(
     lambda sizes, count: [sizes] * count,
@@ -458,20 +400,6 @@ def test_more_memory_is_not_slower(sizes: ModelSizes, machine: Machine, shares: 
         assert more <= less * 1.03
 
 
-@some(40)
-@given(models(), machines, many_shares, st.integers(1, 3))
-def test_more_memory_does_not_read_more(
-    sizes: ModelSizes, machine: Machine, shares: Sequence[float], num_slots: int
-) -> None:
-    """Where computing takes no time the plan that is fastest is the one that reads least. Whole tensors are read: what
-    one slot more or less of them makes is not counted. With loans, weights would leave room for longer prompts."""
-    machine = replace(machine, compute_bytes_per_second=1e30, barrier_seconds=0.0)
-    plans = plans_between(sizes, replace(FIXED, num_slots=num_slots, lend_reserves=False), machine, shares)
-    largest = max(tensor.nbytes for unit in sizes.layers for tensor in unit.tensors)
-    for less, more in pairwise(plan.streaming.read_bytes for plan in plans):
-        assert more <= less * 1.02 + largest * (num_slots + 1)
-
-
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_nearly_all_of_the_memory_is_used(num_slots: int) -> None:
     for share in (0.2, 0.5, 0.8):
@@ -484,13 +412,6 @@ def test_a_second_slot_is_taken_where_it_hides_computing() -> None:
     assert plan.streaming.num_slots >= 2
     (plan,) = plans_between(make_model(), FIXED, make_machine(compute_bytes_per_second=1e12), [0.3])
     assert plan.streaming.num_slots == 1
-
-
-def test_a_head_is_not_cut_into_many_small_tiles_to_pin_a_little_more() -> None:
-    sizes = make_model(layers=[[3 * MB] * 4] * 12, head=(128_000, 4096))
-    for plan in plans_between(sizes, FIXED, make_machine(), [0.1, 0.2, 0.3, 0.4]):
-        for head, num_rows in tiled_units(sizes, plan):
-            assert len(tiles(head, num_rows)) <= 64
 
 
 # --- what is set aside for tokens ------------------------------------------------------------------------------------
@@ -544,17 +465,6 @@ def test_every_stretch_of_layers_streams_its_share(
         assert not whole_layers or tensors in ((), unit.tensors)
 
 
-@some(50)
-@given(alike | unlike, st.booleans())
-def test_nothing_and_everything_are_exact(layers: Sequence[Sequence[int]], whole_layers: bool) -> None:
-    units = make_model(layers).layers
-    total = sum(unit.nbytes for unit in units)
-    assert spread(units, 0, whole_layers).names == ()
-    everything = tuple((unit.name, tuple(tensor.name for tensor in unit.tensors)) for unit in units)
-    assert spread(units, total, whole_layers).names == everything
-    assert spread((), 0, whole_layers).names == ()
-
-
 # --- the simulated ring ----------------------------------------------------------------------------------------------
 
 seconds = st.floats(1e-4, 10)
@@ -592,28 +502,6 @@ def test_neither_disk_nor_processor_is_faster_than_it_is(steps: Sequence[tuple[f
     found = simulate(steps, num_slots)
     assert found >= max(map(sum, zip(*steps, strict=True))) * (1 - 1e-9)
     assert found <= simulate(steps, 1) * (1 + 1e-9)
-
-
-@some(200)
-@given(steps_some_pinned)
-@example([(2.5, 0.5), (0.8, 0.1), (0.3, 0.02), (0.3, 2.2)])
-def test_more_slots_are_not_slower(steps: Sequence[tuple[float, float]]) -> None:
-    """As long as they divide the units: else the last unit and the first, which follow each other, share a slot."""
-    num_units = sum(read > 0 for read, _ in steps)
-    divisors = [n for n in range(1, num_units + 1) if num_units % n == 0]
-    for few in divisors:
-        for many in divisors:
-            if many % few == 0:
-                assert simulate(steps, many) <= simulate(steps, few) * (1 + 1e-9)
-
-
-@some(100)
-@given(steps_some_pinned, st.integers(1, 12))
-def test_the_last_pass_is_the_steady_state(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "SIMULATED_PASSES", 13)
-        later = simulate(steps, num_slots)
-    assert later == pytest.approx(simulate(steps, num_slots))
 
 
 # --- large models ----------------------------------------------------------------------------------------------------
@@ -658,20 +546,6 @@ def test_a_mixture_that_fits_whole_has_no_pool(
     check(plan, sizes, config, machine)
 
 
-@some(50)
-@given(mixtures(), machines, shares)
-def test_the_trunk_is_pinned_before_the_pool_grows(sizes: ModelSizes, machine: Machine, share: float) -> None:
-    """One tensor more in memory, or its padding, is all that what a larger pool takes could be used for."""
-    (plan,) = plans_between(sizes, FIXED, machine, [share])
-    experts = experts_of(sizes)
-    if plan.pool is None or not plan.streaming.read_bytes:
-        return
-    assert sizes.trunk is not None
-    largest = max(unit.buffer_bytes for unit in all_units(sizes.trunk))
-    spare = (plan.pool.num_slots - experts.least_slots) * experts.slot_bytes
-    assert spare <= (MAX_SLOTS + 2) * (largest + TILE_SLACK_BYTES)
-
-
 @pytest.mark.quick
 def test_a_pool_takes_what_the_trunk_and_rows_of_the_embedding_table_leave() -> None:
     sizes, machine = make_mixture(), make_machine()
@@ -698,14 +572,6 @@ def test_a_pool_is_no_larger_than_an_array_may_be() -> None:
     for config in (FIXED, replace(FIXED, expert_pool_gb=2 * limit / GB)):
         bounded = make_plan(sizes, with_budget(config, plan.budget_bytes), small)
         assert bounded.pool is not None and limit - bounded.pool.slot_bytes < bounded.pool.nbytes <= limit
-
-
-def test_layers_that_fit_whole_have_no_pool_beside_rows_read_on_demand() -> None:
-    """What is missing is the embedding table; looking up experts one by one would only cost time."""
-    sizes, machine = make_mixture(), make_machine()
-    whole = everything(sizes, replace(FIXED, expert_pool_gb=0), machine).peak_bytes
-    plan = make_plan(sizes, with_budget(FIXED, whole - MB), machine)
-    assert plan.pool is None and plan.streaming.tables == ("embed",) and plan.read_bytes == 0
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 100, 10**6])
@@ -743,19 +609,6 @@ def test_a_pool_that_the_budget_cannot_hold_or_that_is_too_small_is_refused() ->
     assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
 
 
-def test_the_least_pool_can_be_typed_back_in() -> None:
-    """Pages of 4 or 16 kB that are whole MB, where nothing is rounded up."""
-    sizes = make_mixture(num_layers=2, num_experts=2, top_k=1)
-    for pages in range(15_625 * 3, 15_625 * 60, 15_625 * 3):
-        slot_bytes = pages * DIRECT_ALIGNMENT // 4
-        experts = replace(experts_of(sizes), slot_bytes=slot_bytes, least_slots=1)
-        assert sizes.trunk is not None and slot_bytes % MB == 0
-        changed = replace(sizes, trunk=replace(sizes.trunk, experts=experts))
-        config = replace(FIXED, expert_pool_gb=float(f"{slot_bytes / GB:.3f}"), ram_budget_gb="min")
-        plan = make_plan(changed, config, make_machine())
-        assert plan.pool is None or plan.pool.num_slots == 1
-
-
 @some(40)
 @given(mixtures(), machines, shares)
 def test_no_pool_reads_whole_layers(sizes: ModelSizes, machine: Machine, share: float) -> None:
@@ -784,28 +637,9 @@ def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tile
 
 
 @some(100)
-@given(mixtures(), st.integers(0, 600), st.integers(0, 600))
-def test_larger_pools_are_expected_to_hit_more(sizes: ModelSizes, few: int, many: int) -> None:
-    experts = experts_of(sizes)
-    few, many = sorted((few, many))
-    assert 0 <= experts.hit_rate(few) <= experts.hit_rate(many) <= 1
-    assert experts.hit_rate(0) == DEFAULT_HITS[0] == 0 and experts.hit_rate(sum(experts.num_experts)) == 1
-
-
-@some(100)
 @given(st.floats(0, 2), st.integers(1, 1024))
 def test_few_experts_are_expected_to_be_chosen_equally_often(share: float, num_experts: int) -> None:
     hits = expected_hits(share, num_experts)
     assert min(1, share) <= hits + 1e-9 and hits <= expected_hits(share, num_experts + 1) + 1e-9
     assert expected_hits(share, 8) == pytest.approx(min(1, share))
     assert expected_hits(0.5, 32) == expected_hits(0.5, 256) == DEFAULT_HITS[4]
-
-
-def test_experts_that_are_not_computed_with_take_no_time() -> None:
-    """In memory whole, a mixture is as fast as what a token passes through, not as slow as all of its weights."""
-    sizes, machine = make_mixture(num_experts=64, top_k=4), make_machine()
-    assert sizes.trunk is not None
-    plan = everything(sizes, FIXED, machine)
-    dense = everything(replace(sizes.trunk, experts=None), FIXED, machine)
-    experts = experts_of(sizes).token_bytes / machine.compute_bytes_per_second
-    assert plan.seconds == pytest.approx(dense.seconds + experts)

@@ -181,12 +181,6 @@ def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, n
     assert bytes_per_pair([call]) == found
 
 
-def test_a_gpu_tries_in_every_process(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
-    monkeypatch.setattr(sizes.mx, "default_device", lambda: mx.gpu)
-    assert bytes_per_pair([AttentionCall(8, 2, 64, 64, mx.float32, "causal")]) > 0
-    assert not RESULTS.load()
-
-
 def test_observing_leaves_attention_as_it_was() -> None:
     before, q = mx.fast.scaled_dot_product_attention, mx.ones((1, 4, 2, 8))
     mask = mx.zeros((1, 4, 2, 2))

@@ -73,23 +73,6 @@ def test_a_prefill_step_leaves_room_for_slots_and_parts(gigabytes: float, prefix
     assert plan.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("gigabytes", [3.1, 3.2])
-def test_windows_that_the_prefix_cache_keeps_leave_room_for_parts(gigabytes: float) -> None:
-    """Of a prompt of 4,096 tokens sixteen, as they are where a page ends."""
-    sizes = llama_8b()
-    held = replace(sizes, activations=replace(sizes.activations, held=Held((16_384,))))
-    held = replace(held, cache=replace(held.cache, windows=((4096, 512),)))  # of some of its layers
-    plans = {
-        mode: make_plan(held, FlashConfig(ram_budget_gb=gigabytes + more, kv_prefixes=mode), gpu())  # type: ignore[arg-type]
-        for mode, more in (("off", 0), ("exact", 0.101))
-    }
-    plan = plans["exact"]
-    assert plan.prefix_bytes and plan.peak_bytes <= plan.budget_bytes
-    assert plans["off"].prompt_passes(4096) <= plan.prompt_passes(4096) <= 4
-    each = plan.ledger.part_waiting(256, 1, 4096) - replace(plan, keeps_states=False).ledger.part_waiting(256, 1, 4096)
-    assert each == 4096 * (512 + 256)
-
-
 def test_large_windows_are_written_at_once() -> None:
     page, window = 8 * 8192 * 256, 40 * 8192 * 1024
     cache = CacheSizes(rows=(8192,) * 8, windows=((8192, 1024),) * 40)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from machines import FIXED, LLAMA_LAYER, MB, make_machine, make_mixture, make_model, minimum_of, with_budget
+from machines import FIXED, make_machine, make_mixture, make_model, minimum_of, with_budget
 from mlx_flash import load_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
@@ -65,12 +65,6 @@ def test_probe_of_prompts_counts_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     assert prompt_speedup(layout) == 16
 
 
-def test_prompts_fetch_weights_once(layout: ModelLayout, written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that takes 50 seconds to fetch what the processor wrote, and half a second for one token or many."""
-    monkeypatch.setattr(machine, "_seconds", lambda part, x: 50.5 if written and written.pop() == 0 else 0.5)
-    assert prompt_speedup(layout) == 16 * 101
-
-
 @pytest.mark.parametrize(
     ("planned", "half", "is_probed_again"), [(1e15, 0.5, True), (1.0, 0.5, True), (1e9, 1e-4, False)]
 )
@@ -101,23 +95,6 @@ def test_time_to_first_token_is_at_least_that_of_reading_and_of_computing(share:
         assert seconds >= 0.2 * num_tokens
         assert seconds >= plan.seconds
     assert plan.seconds_to_first_token(1315) > 10 * plan.seconds_to_first_token(64)
-
-
-@pytest.mark.parametrize("sizes", [make_model((LLAMA_LAYER,) * 12), make_mixture(6, 16, 2)])
-@pytest.mark.parametrize(
-    "machine",
-    [make_machine(), make_machine(compute_bytes_per_second=1e12), make_machine(barrier_seconds=5e-3)],
-)
-def test_predictions_do_not_fall_as_the_budget_rises(sizes: ModelSizes, machine: Machine) -> None:
-    least = minimum_of(sizes, FIXED, machine)
-    plans = [make_plan(sizes, with_budget(FIXED, least + 13 * MB * i), machine) for i in range(100)]
-    close = 1.0 / 0.99 + 1e-9  # plans that are this close count as equally fast
-    assert worst_fall([plan.seconds for plan in plans]) <= close
-    assert worst_fall([plan.opening_seconds for plan in plans]) <= 1.05  # it is not what plans are chosen by
-
-
-def worst_fall(seconds: list[float]) -> float:
-    return max(more / min(seconds[: i + 1]) for i, more in enumerate(seconds))
 
 
 @pytest.mark.parametrize(
@@ -248,44 +225,12 @@ def test_probe_of_memory_leaves_weights_where_they_are(
     assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
 
 
-@pytest.mark.parametrize("way", ["in place", "copied by the driver"])
-def test_probe_writes_as_the_reader_does(layout: ModelLayout, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    cleared: list[int] = []
-    monkeypatch.setattr(machine, "way_of_reading", lambda: way)
-    monkeypatch.setattr(machine, "clear", lambda memory: cleared.append(len(memory)))
-    read_products(largest_linear(layout))
-    assert len(cleared) >= machine.CLEAN_TRIALS if way == "copied by the driver" else not cleared
-
-
 def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path / "model", LLAMA)
     monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: False)
     assert prepare(directory, FlashConfig()).sizes.num_operations == 0
     monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
     assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000
-
-
-def test_kernels_of_the_probes_belong_to_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernels take memory once they have run: the smallest budget must not grow from load to load."""
-    directory = save(tmp_path / "model", LLAMA)
-    ran: list[str] = []
-    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
-    for name in ("prompt_speedup", "bytes_per_pair"):
-        probe = getattr(machine, name)
-
-        def noted(of: Any, name: str = name, probe: Any = probe) -> Any:
-            ran.append(name)
-            return probe(of)
-
-        monkeypatch.setattr(machine, name, noted)
-
-    def footprint() -> int:
-        ran.append("footprint")
-        return 10**8
-
-    monkeypatch.setattr(machine, "footprint", footprint)
-    prepare(directory, FlashConfig())
-    assert ran == ["prompt_speedup", "bytes_per_pair", "footprint"]
 
 
 def test_named_budget_is_enough_for_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

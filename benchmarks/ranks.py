@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,18 +23,35 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, SMALL_MACHINE, describe, describe_model, in_group, slow_disk, write_json
+from harness import SMALL_MACHINE, describe, describe_model, in_group, slow_disk, write_json
 
 from mlx_flash.layout.load import load_config
 
-sys.path.append(str(ROOT / "scripts"))  # at the end: tests have modules of the same names
-
-from check_ranks import REPRODUCIBLE, environments
+REPRODUCIBLE = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
+"""cuDNN's attention has other last bits from run to run."""
 
 LIMIT_ROOM = 1.05
 SPEEDS = ("generation_tokens_per_second", "time_to_first_token_seconds")
 
 PROMPT = "Several machines compute one model."
+
+
+def environments(backend: str, num_ranks: int, folder: Path) -> list[dict[str, str]]:
+    """Return what each rank needs in its environment, as ``mlx.launch`` sets it."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ranks)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    ring = {"MLX_HOSTFILE": str(hosts)}
+    nccl = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(num_ranks)}
+    found = []
+    for rank in range(num_ranks):
+        own = {**nccl, "CUDA_VISIBLE_DEVICES": str(rank), **REPRODUCIBLE} if backend == "nccl" else ring
+        found.append({**os.environ, "MLX_RANK": str(rank), **own})
+    return found
 
 
 def run_ranks(args: argparse.Namespace, num_ranks: int, folder: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Comparison of every architecture of mlx-lm, stock and streamed, bit for bit, with tiny random models.
 
-With ``--ranks 2`` the layers of each model take turns between two processes, and only logits are compared.
+With ``--ranks 2`` the layers of each model take turns between two processes, and only logits are compared. ``--vision``
+compares mlx-vlm's architectures, in fp32.
 
 Example:
     python scripts/zoo.py
     python scripts/zoo.py llama gemma3n --variants 4bit,mxfp4
     python scripts/zoo.py --ranks 2
+    python scripts/zoo.py --vision qwen2_vl gemma3
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ DEFAULT_VARIANTS = "bf16,4bit"
 def main() -> int:
     """Return 1 when any architecture failed."""
     arguments = parse_arguments()
-    chosen, missing = select(arguments.names)
-    run_one = partial(outcome_on_ranks, num_ranks=arguments.ranks) if arguments.ranks > 1 else outcome_of
-    variants = (arguments.variants or ("bf16" if arguments.ranks > 1 else DEFAULT_VARIANTS)).split(",")
+    if arguments.vision:
+        import vlm_zoo
+
+        chosen, missing, default = arguments.names or vlm_zoo.architectures(), [], "fp32"
+        run_one = partial(outcome_of, target=vlm_zoo.compare)
+    else:
+        chosen, missing = select(arguments.names)
+        run_one = partial(outcome_on_ranks, num_ranks=arguments.ranks) if arguments.ranks > 1 else outcome_of
+        default = "bf16" if arguments.ranks > 1 else DEFAULT_VARIANTS
+    variants = (arguments.variants or default).split(",")
     instead = {} if arguments.variants else {"bf16": "fp32"}
     cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
     outcomes = [Outcome(name, "", reason="the zoo has no configuration for it") for name in missing]
@@ -45,8 +54,10 @@ def main() -> int:
         outcomes.append(outcome)
         print(line(outcome), flush=True)
     counts = Counter(outcome.status for outcome in outcomes)
+    seen = sum(outcome.sees and outcome.status == "ok" for outcome in outcomes)
+    pictures = f" ({seen} with a picture)" if arguments.vision else ""
     print(
-        f"{counts['ok']} ok, {counts['failed']} failed, {counts['refused']} refused, "
+        f"{counts['ok']} ok{pictures}, {counts['failed']} failed, {counts['refused']} refused, "
         f"{counts['cannot']} cannot run stock, of {len(outcomes)} (mlx {version('mlx')}, mlx-lm {version('mlx-lm')})"
     )
     if arguments.json is not None:
@@ -65,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(VARIANTS)}; the default is {DEFAULT_VARIANTS}, with fp32 where stock cannot run bf16",
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="share each model among local processes")
+    parser.add_argument("--vision", action="store_true", help="compare with mlx-vlm, in fp32")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for each architecture")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the details to a file")
@@ -94,7 +106,8 @@ def line(outcome: Outcome) -> str:
     streamed = f"layers streamed {outcome.num_streamed}/{outcome.num_layers}  {share:3.0f} % of bytes"
     layers = f"{streamed}  " if outcome.num_layers else ""
     experts = f"{outcome.num_stacks} stacks of experts, {outcome.num_pools} pools  " if outcome.num_stacks else ""
-    return f"{start} {layers}{outcome.seconds:5.1f} s  {experts}{outcome.reason}".rstrip()
+    towers = f"with a picture, {outcome.num_towers} units in towers  " if outcome.sees else ""
+    return f"{start} {layers}{outcome.seconds:5.1f} s  {experts}{towers}{outcome.reason}".rstrip()
 
 
 if __name__ == "__main__":

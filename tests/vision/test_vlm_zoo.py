@@ -1,4 +1,4 @@
-"""Some of mlx-vlm's architectures, of which `scripts/zoo_vlm.py` compares all."""
+"""Some of mlx-vlm's architectures, of which `scripts/zoo.py --vision` compares all."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import tee
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -942,12 +941,9 @@ def _plan(task: Task, options: Sequence[Option], needs: Sequence[int], budget: i
     smallest_budget = max([need for need in needs if need <= budget])  # of both options, unless the budget is below one
     if budget - smallest_budget >= (limit := cache_limit_of(machine, budget)) - task.cache_limit:
         task = replace(task, cache_limit=limit)
-    first, others = tee(reserves(task, options[0][0], budget))
-    room = budget - task.process_bytes
-    usable = _usable(options, room - least.nbytes, room - next(first).nbytes)
-    plans = []
-    for (weights, candidate), tried in zip(usable, tee(others, len(usable)), strict=True):
-        tokens = next(each for each in tried if each.nbytes <= room - candidate.nbytes)
+    wanted, room, plans = list(reserves(task, options[0][0], budget)), budget - task.process_bytes, []
+    for weights, candidate in _usable(options, room - least.nbytes, room - wanted[0].nbytes):
+        tokens = next(each for each in wanted if each.nbytes <= room - candidate.nbytes)
         chosen = _with_reads(weights, machine, room - tokens.nbytes)
         if task.sizes.trunk is None:  # experts are read one by one, at a speed that nobody has probed
             chosen = replace(chosen, machine=chosen.machine.beside(budget, chosen.sizes.nbytes))

@@ -579,7 +579,12 @@ COMMANDS = {
         usage="[flags] -- PROGRAM [its flags]",
     ),
     "pack": Command(
-        "rewrite a checkpoint in the order in which it is read", PACK, "SOURCE", usage="TARGET", streams=False
+        "rewrite a checkpoint in the order in which it is read",
+        PACK,
+        "SOURCE",
+        place="models.pack",
+        usage="TARGET",
+        streams=False,
     ),
     "cache": Command(
         "list or remove cached data",

@@ -137,8 +137,6 @@ def apply_chat_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -
 def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[FlashLLM, nn.Module | None]:
     """Return the model, and the draft model or None."""
     config = make_config(args)
-    if not config.enabled:
-        raise ConfigError("enabled is False, which leaves models to mlx-lm. Hint: run mlx_lm.generate.")
     needed = needed_context(args, num_prompt_tokens, path)
     with Status("Loading", args.verbose) as status:
         if args.draft_model is None:

@@ -21,10 +21,11 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from rich.console import RenderableType
 from rich.table import Table
 
-from mlx_flash.commands.common import Status, emit, make_config, note, note_lines, tabled
+from mlx_flash.commands.common import Status, emit, labelled, make_config, note, note_lines, tabled
 from mlx_flash.commands.vision import prepare_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.convert import derived
+from mlx_flash.convert import pack as packing
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
@@ -43,7 +44,7 @@ from mlx_flash.modelfile.parse import (
     named_models,
     read_modelfile,
 )
-from mlx_flash.monitor.words import counted, formatted, printable, size
+from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import StoredModel, clear_prefixes, list_prefixes
 from mlx_flash.residency.machine import kept_products, read_products
@@ -301,9 +302,18 @@ def use_name(args: argparse.Namespace) -> None:
 
 
 def ask_to_download(name: str, args: argparse.Namespace, settings: Mapping[str, str] | None = None) -> None:
-    """Show the plan of a repository that is not here, the bytes to download and the room for them, and ask."""
+    """Show the plan of a repository that is not here, the bytes to download and the room for them, and ask.
+
+    Raises: ConfigError: the settings leave the model that a command would run to mlx-lm.
+    """
+    config = make_config(args, settings)
+    if not config.enabled and args.command != "pack":
+        raise ConfigError(
+            "enabled is False, as FLASH false in a Modelfile sets it; this command runs models with mlx-flash only. "
+            "Hint: run mlx_lm.generate or mlx_lm.chat, or remove the setting."
+        )
     if is_remote(name):
-        _, nbytes = _announced(name, None, args, make_config(args, settings))
+        _, nbytes = _announced(name, None, args, config)
         if not args.yes and not _ask(f"{name} is not on this machine. Download {size(nbytes)}?", "-y downloads it"):
             raise CheckpointNotFoundError(f"{name} was not downloaded")
 
@@ -342,6 +352,27 @@ def pull(args: argparse.Namespace, out: TextIO) -> int:
     folder = download(name, args.revision)
     facts = {"model": name, "folder": folder, "downloaded_bytes": nbytes, **outcome}
     emit(args, facts, f"{name} is in {folder}", out)
+    return 0
+
+
+PACKED = """
+Packed: {target}, {num_tensors:tensor}, {nbytes:size} in {files}, in {seconds:duration}
+Resumed: after {resumed_bytes:size} of an interrupted run
+Checked: {is_equal:every tensor was read back and is equal}
+Compression: {compressed:percent} of the bytes, `mlx-flash plan` of the copy shows whether that pays here
+Compression: {is_stock:none since no tensor that every pass reads shrinks}
+"""
+"""A packed checkpoint in words."""
+
+
+def pack(args: argparse.Namespace, out: TextIO) -> int:
+    """Write the packed checkpoint, and report its size."""
+    with Status("Packing", args.verbose) as status:
+        found = packing.pack(model_of(args), Path(args.target), progress=status.show_bytes, compresses=args.compress)
+    is_stock = found.ratio == 1
+    more = {"is_equal": True, "files": counted(found.num_shards, "safetensors file" if is_stock else "file")}
+    more |= {"compressed": None if is_stock else found.ratio, "is_stock": is_stock and args.compress}
+    emit(args, asdict(found), labelled(filled(PACKED, {**asdict(found), **more})), out)
     return 0
 
 

@@ -646,11 +646,6 @@ def run(args: argparse.Namespace, out: TextIO) -> int:
 
 def _source(args: argparse.Namespace, modelfile: Modelfile, config: FlashConfig) -> tuple[Source, BatchOptions]:
     """Return the model of a conversation, and how it is computed."""
-    if not config.enabled:
-        raise ConfigError(
-            "enabled is False, as FLASH false in a Modelfile sets it; this command runs models with mlx-flash only. "
-            "Hint: run mlx_lm.chat, or remove the setting."
-        )
     sees = is_vision(args, fetched(modelfile.base), prefers=False)
     for file in args.image or ():
         _check_picture(str(file))

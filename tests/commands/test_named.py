@@ -198,6 +198,9 @@ def test_a_download_is_asked_for(hub: dict[str, str], tmp_path: Path) -> None:
         assert "some/model: within " in told and " to download, " in told and f" free in {tmp_path / 'cache'}" in told
         assert "some/model is not on this machine. Download " in told and "Traceback" not in told
         assert told.splitlines()[-1].endswith("There is no terminal to ask. Hint: -y downloads it.")
+    for words in (("run", "mine", "Hello"), ("generate", "mine")):
+        done = command({**env, "MLX_FLASH_ENABLED": "false"}, *words, "-y")
+        assert done.returncode == 1 and b"enabled is False" in done.stderr and all(part for _, part in Hub.requests)
     done = command(env, "run", "mine", "Hello", "-y", "--max-tokens", "2")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     assert len([name for name, part in Hub.requests if part is None]) == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from mlx_flash.commands import doctor, pack, report, run, verify
+from mlx_flash.commands import doctor, models, report, run, verify
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
@@ -65,9 +65,9 @@ def test_every_place_of_a_receipt_and_of_a_machine_has_a_fact(folder: Path) -> N
 
 def test_every_place_of_the_other_reports_has_a_fact(folder: Path, tmp_path: Path) -> None:
     out = io.StringIO()
-    pack.pack(parse_arguments(["pack", str(folder), str(tmp_path / "packed"), "--json"]), out)
+    models.pack(parse_arguments(["pack", str(folder), str(tmp_path / "packed"), "--json"]), out)
     packed = json.loads(out.getvalue())
-    assert not [*unknown(pack.PACKED, {**packed, **dict.fromkeys(("is_equal", "files", "compressed", "is_stock"))})]
+    assert not [*unknown(models.PACKED, {**packed, **dict.fromkeys(("is_equal", "files", "compressed", "is_stock"))})]
 
 
 def test_parts_with_unknown_facts_are_left_out() -> None:

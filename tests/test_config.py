@@ -370,14 +370,3 @@ def test_any_text_is_a_value_or_refused(name: str, text: str) -> None:
         assert str(error).startswith(f"settings, key {name}: {name} is ")
     else:
         assert config.budget_bytes
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.text())
-def test_any_file_is_settings_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.toml"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    try:
-        resolve(file=file)
-    except ConfigError as error:
-        assert str(error).startswith(str(file))

@@ -103,20 +103,6 @@ def test_killed_writer_leaves_one_partial_file_that_the_next_write_uses(tmp_path
     assert names(tmp_path) == ["data"]
 
 
-def test_parallel_writers_never_mix(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    texts = [letter * size for letter, size in zip("abcd", (1, 10**5, 10**3, 10**6), strict=True)]
-    threads = [
-        threading.Thread(target=lambda text=text: [write_atomically(path, text) for _ in range(20)]) for text in texts
-    ]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert not path.exists() or path.read_text() in texts
-    assert path.read_text() in texts
-    assert names(tmp_path) == ["data"]
-
-
 def test_link_in_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -203,20 +203,6 @@ def test_nothing_catches_everything() -> None:
     assert sorted(name for name, _ in broad) == allowed
 
 
-def test_documentation_begins_with_a_verb_or_a_noun() -> None:
-    """No docstring, and no string below a constant, begins with "What", "Whether", "Of" and the like."""
-    riddles = {"What", "Whether", "Who", "Whoever", "Where", "Which", "Of", "Those", "How"}
-    wrong = [
-        (name, node.lineno, str(node.value.value).splitlines()[0])
-        for name, path in modules().items()
-        if floor_of(name) != "integration"
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        if node.value.value.split(" ")[0] in riddles
-    ]
-    assert not wrong
-
-
 def test_the_picture_of_the_design_has_the_folders_of_today() -> None:
     draw_imports = script("draw_imports")
     picture = (ROOT / "docs" / "images" / "imports.svg").read_text()

@@ -32,7 +32,7 @@ from mlx_flash.commands import dispatch
 from mlx_flash.commands.arguments import COMMANDS, DEFAULT_MODEL, DEFAULT_PROMPT, SETTINGS, make_parser, parse_arguments
 from mlx_flash.commands.common import prompt_text
 from mlx_flash.commands.report import render_plan
-from mlx_flash.config import GB, FlashConfig
+from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.monitor.words import duration
@@ -144,12 +144,6 @@ def test_chat_goes_on_with_a_text_where_there_is_no_chat_template(model: Path, t
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     done = run("chat", "--model", folder, "--max-tokens", 2, stdin="Hello")
     assert done.returncode == 0 and done.stdout.strip() and b"has no chat template" in done.stderr
-
-
-def test_one_token_has_no_speed(model: Path) -> None:
-    one = run_json("generate", "--model", model, "-m", 1, "--ram-budget-gb", "min")
-    assert one["generation_tokens"] == 1 and one["generation_tokens_per_second"] is None
-    assert one["bytes_read_per_token"] is None and one["time_to_first_token_seconds"] > 0
 
 
 def test_report_adds_up(report: dict[str, Any]) -> None:
@@ -273,17 +267,6 @@ def test_plan_warns_of_prompts_that_take_longer_than_a_minute(model: Path) -> No
     )
     assert "Computing takes most of it, which no budget shortens" in file.getvalue()
     assert "raise ram_budget_gb" not in file.getvalue() and duration(8_304_709) == "96.1 days"
-
-
-def test_plan_json(model: Path) -> None:
-    plan = run_json("plan", "--model", model, "--ram-budget-gb", 1, "--context-length", 100, "--prefill-step-size", 32)
-    assert plan["budget_bytes"] == GB and plan["minimum_bytes"] <= GB
-    assert (plan["context_length"], plan["prefill_step_size"], plan["num_layers"]) == (100, 32, 3)
-    assert plan["streaming"]["layers"] == [] and plan["streaming"]["read_bytes"] == 0
-    assert plan["peak_bytes"] == sum(part["bytes"] for part in plan["parts"])
-    assert plan["tokens_per_second"] == pytest.approx(1 / plan["seconds_per_token"])
-    on_disk = run_json("plan", "--model", model, "--kv-cache", "disk")  # which needs no context length
-    assert on_disk["kv"]["options"]["step"] == 256
 
 
 def test_budget_too_small(model: Path) -> None:
@@ -411,30 +394,13 @@ class NoBackEnd:
             raise ImportError("libmlx.so: cannot open", name="core", path="/site-packages/mlx/core.cpython-311.so")
 sys.meta_path.insert(0, NoBackEnd())
 """
-LOW_LIMIT = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-try:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
-    sys.exit(77)
-except ValueError:
-    pass
-"""
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        (NO_BACK_END, ["libmlx.so", "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'"]),
-        (LOW_LIMIT, ["open files to 4096, and this process has 1024 and may not raise it. Hint: LimitNOFILE=4096"]),
-    ],
-    ids=["no back end", "low limit of open files"],
-)
-def test_failed_import_of_mlx_is_an_error_with_a_hint(program: str, words: list[str]) -> None:
+def test_failed_import_of_mlx_is_an_error_with_a_hint() -> None:
     program = f"""
 import sys
 import time
-{program}
+{NO_BACK_END}
 from mlx_flash import cli
 status = cli.main(["plan", "x"])
 try:
@@ -443,31 +409,22 @@ except ImportError as error:
     sys.exit(str(error) if status == 1 else 3)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode == 77:
-        pytest.skip("this user may raise the limit")
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) == 2 and lines[0] == f"mlx-flash: error: {lines[1]}"
-    assert all(word in lines[1] for word in words)
+    assert "libmlx.so" in lines[1] and "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'" in lines[1]
 
 
 @pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])
-def test_help_imports_no_mlx_and_takes_less_than_half_a_second(command: list[str]) -> None:
+def test_help_imports_nothing_that_takes_long(command: list[str]) -> None:
     program = f"""
 import sys
-import time
 from mlx_flash import cli
 try:
     cli.main({command})
 finally:
     assert not {{"mlx", "mlx.core", "mlx_lm", "numpy", "rich"}} & set(sys.modules)
 """
-    times = []
-    for _ in range(3):  # processor time: the machine may be busy
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.5
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from machines import FIXED, make_machine, make_model, minimum_of
 from mlx_flash.commands.arguments import parse_arguments
-from mlx_flash.commands.doctor import Findings, advice, doctor, plan
+from mlx_flash.commands.doctor import Findings, advice, doctor
 from mlx_flash.config import GB
 from mlx_flash.errors import BudgetError
 from mlx_flash.memory import footprint
@@ -86,14 +86,6 @@ def test_a_model_is_measured_beside_its_plan(tmp_path: Path) -> None:
     assert found["run"]["generation_tokens"] == 2 and found["selftest"]["lost"] == {"buffered": 0, "in place": 0}
     assert found["disk"]["total_bytes"] > 0 and found["wired_limit"] is None
     assert found["budgets"][0]["read_bytes"] > 0 == found["budgets"][-1]["read_bytes"]
-
-
-def test_plan_prints_the_table(tmp_path: Path) -> None:
-    directory, out = save(tmp_path / "model", LLAMA), io.StringIO()
-    plan(parse_arguments(["plan", "--model", str(directory), "--budgets", "--json"]), out)
-    rows = json.loads(out.getvalue())["budgets"]
-    assert [row["budget_bytes"] for row in rows] == sorted({row["budget_bytes"] for row in rows}) and len(rows) > 1
-    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows)
 
 
 def test_table_goes_from_the_least_budget_to_the_first_that_reads_nothing() -> None:

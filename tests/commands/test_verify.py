@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_flash import CheckpointError, FileChangedError, FlashConfig, ReadError
+from mlx_flash import FileChangedError, FlashConfig
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, of_tokens, verify
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.storage import ranges
-from mlx_flash.storage.ranges import SourceFile
 from mlx_flash.streaming.layers import StreamedLayer
 from mlx_flash.streaming.stream import WeightStream
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
@@ -140,16 +136,3 @@ def test_a_file_that_changes_in_between_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Subject, "repeat", touched)
     with pytest.raises(FileChangedError, match="written to while it was verified"):
         verified(directory)
-
-
-def test_files_that_cannot_be_read_again_are_named(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(path: Path, **_: object) -> SourceFile:
-        raise CheckpointError(f"{os.strerror(errno.EIO)}. Hint: check the disk.")
-
-    monkeypatch.setattr(ranges, "SourceFile", broken)
-    with pytest.raises(
-        ReadError, match=r"'model\..*' \(\d+ bytes at offset \d+\) in .*safetensors: Input/output error\. Hint: "
-    ):
-        verified(folder("llama"))

@@ -159,16 +159,6 @@ def compare(directory: Path, make: Callable[..., FlashLLM] = streamed_whole, **o
         return {"is_equal": is_equal, "counts": found, "num_units": len(model.engine.stream.units)}
 
 
-def read_once(directory: Path) -> Found:
-    """Count what one sequence reads, and four of them."""
-    with streamed_whole(directory, group=GROUP) as model:
-        found = [counts(model)]
-        for number in (1, 4):
-            together(model, [[7]] * number)
-            found.append(counts(model))
-    return {"counts": found}
-
-
 def without_units(directory: Path, group: mx.distributed.Group) -> FlashLLM:
     """Return a model that keeps the weights of this rank's layers in memory."""
     prepared = prepare.prepare(directory, config(), group=group)
@@ -245,7 +235,6 @@ def use_again(directory: Path) -> Found:
 
 
 ROWS: dict[str, Callable[[Path], Found]] = {
-    "reads": read_once,
     "cut": lambda directory: compare(directory, cut=1),
     "unlike": unlike,
     "fails": fail,

@@ -238,15 +238,6 @@ def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
     publisher.close()
 
 
-def test_several_engines_are_listed() -> None:
-    histories = [History(published(state(model={"name": f"model-{i}"}), pid=100 + i)) for i in range(3)]
-    lines = text_of(*histories, chosen=1)
-    assert [bool(re.search(rf"{100 + i} .*model-{i}", line)) for i, line in enumerate(lines[:3])] == [True] * 3
-    assert [line.startswith("▶") for line in lines[:3]] == [False, True, False]
-    assert lines[3] == "model      model-1"
-    assert len(lines) <= 24
-
-
 def test_the_engine_that_computes_is_shown_until_the_user_chooses(runtime: Path) -> None:
     """Three engines of a server: the first is idle; the last computes, then the second."""
     busy = {"num_passes": 9, "began": time.perf_counter()}
@@ -288,16 +279,6 @@ def test_a_low_terminal_shows_the_numbers_first() -> None:
     text = " ".join(" ".join(text_of(*histories, chosen=1, on=canvas(40, 10))).split())
     numbers = ("now, mean 2.00, prompt 10.0", "of 2.20 probed", "800 MB of 1.00 GB (80%), peak 850 MB")
     assert all(words in text for words in ("model llama-big", *numbers))
-
-
-def test_charts_have_no_empty_lines() -> None:
-    """Reads take a tenth of the disk's speed, and nothing is generated."""
-    history = History(published(state(), 50.0))
-    for i in range(1, 60):
-        history.add(published(state(read={"nbytes": 11e9 + 0.2e9 * i}), 50.0 + i))
-    lines = text_of(history, on=canvas(200, 60))
-    first, last = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("tokens/s", "time"))
-    assert last - first == 3 and all(re.search("[▁▂▃▄▅▆▇█]", line) for line in lines[first + 1 : last])
 
 
 def test_each_rank_has_a_line() -> None:
@@ -378,19 +359,6 @@ def test_json(engine: Publisher) -> None:
     assert 10 < told["rates"]["tokens_per_second"] < 30
     assert sum(told["rates"]["shares"].values()) == pytest.approx(1)
     assert told["system"]["total"] > 0 and len(told["units"]) == 24
-
-
-def test_json_line_by_line_until_the_pipe_closes(engine: Publisher) -> None:
-    command = [sys.executable, "-m", "mlx_flash", "monitor", "--json", "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None and process.stderr is not None
-        clocks = list[float]()
-        while len(set(clocks)) < 3:  # an engine that has no processor publishes nothing new
-            clocks.append(json.loads(process.stdout.readline())["clock"])
-        process.stdout.close()
-        assert process.wait(timeout=30) == 141
-        assert process.stderr.read() == ""
-    assert clocks == sorted(clocks)
 
 
 def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> None:
@@ -518,18 +486,6 @@ def test_progress_moves_in_a_terminal_of_any_size(generating: subprocess.Popen[s
             assert time.monotonic() < end, frames
             shell.wait_for(FRAME)
             frames = [*frames[1:], shell.last.count("\n") + 1]
-    shell.type("q")
-    assert shell.end() == 0
-
-
-def test_it_waits_for_an_engine_and_outlives_it(model: Path) -> None:
-    shell = Shell("-m", "mlx_flash", "monitor")
-    shell.wait_for("No engine is running; waiting.")
-    with subprocess.Popen([sys.executable, "-c", ENGINE, str(model)], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        shell.wait_for("tiny-model")
-        shell.wait_for(" out; ")
-        process.kill()
-    shell.wait_for("ended ")
     shell.type("q")
     assert shell.end() == 0
 

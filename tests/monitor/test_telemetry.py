@@ -258,19 +258,3 @@ print(os.path.exists(publisher.path), len(find()), flush=True)
     out, error = process.communicate(timeout=60)
     assert out.split() == ["True", "1"], error
     assert not path.exists()
-
-
-def test_a_forked_process_does_not_keep_its_parents_file_after_the_parents_end() -> None:
-    program = """
-import warnings
-warnings.simplefilter("ignore")
-child = os.fork()
-if child == 0:
-    sys.stdin.read()
-    os._exit(0)
-os.kill(os.getpid(), 9)
-"""
-    process, path = start(program)
-    assert process.wait(timeout=60) == -signal.SIGKILL and path.exists()
-    eventually(lambda: find() == [] and not path.parent.exists())  # once the child has begun
-    process.communicate("")

@@ -10,16 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -36,9 +33,6 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import (
-    HAND_ON,
-    HAND_OVER,
-    HANDED,
     NeededFiles,
     RankFolder,
     RankSpeed,
@@ -48,8 +42,6 @@ from mlx_flash.ranks import (
     share_layers,
 )
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.streaming.lockstep import Lockstep, Results
-from mlx_flash.streaming.stream import Place, WeightStream
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from shared_passes import MODELS as ROW_MODELS
 from streamed import config
@@ -330,11 +322,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root = tmp_path_factory.mktemp("models")
     for name in ("llama", "gemma3", "qwen3_next"):
         save(root / name, ROW_MODELS[name], mx.float32)
-    done = run_ranks(
-        NUM_RANKS, RANKS_PROGRAM, "rows", root, ",".join([*BOTH, "reads", "unlike", "fails", "uses again"])
-    )
+    done = run_ranks(NUM_RANKS, RANKS_PROGRAM, "rows", root, ",".join([*BOTH, "unlike", "fails", "uses again"]))
     lines = {(rank, case): line for rank, case, line in lines_of(done)}
-    assert len(lines) == NUM_RANKS * (len(BOTH) + 4), done
+    assert len(lines) == NUM_RANKS * (len(BOTH) + 3), done
     return lines
 
 
@@ -349,13 +339,6 @@ def test_prompts_and_tokens_take_one_pass_each(found: Found) -> None:
         for case in BOTH:
             num_units, counts = found[rank, case]["num_units"], found[rank, case]["counts"]
             assert [each[:2] for each in counts] == [[0, 0], [2, 2 * num_units], [4, 4 * num_units]], case
-
-
-def test_four_sequences_read_what_one_reads(found: Found) -> None:
-    for rank in range(NUM_RANKS):
-        bytes_read = [each[2] for each in found[rank, "reads"]["counts"]]
-        rows = 4 * 2 * ROW_MODELS["llama"]["hidden_size"] * 4  # each sequence reads its rows of the embeddings
-        assert bytes_read[2] - bytes_read[1] - (bytes_read[1] - bytes_read[0]) in range(rows)
 
 
 def test_ranks_with_unequal_room_choose_the_same_calls(found: Found) -> None:
@@ -373,56 +356,3 @@ def test_an_error_on_one_rank_ends_the_row_on_all(found: Found) -> None:
 def test_a_model_that_needs_an_order_is_computed_in_order_on_all_ranks(found: Found) -> None:
     """Only the rank that streams these layers one by one sees it."""
     assert all(found[rank, "uses again"]["needs_order"] for rank in range(NUM_RANKS))
-
-
-class Units:
-    """A stream that notes which units are acquired, and holds one at a time."""
-
-    def __init__(self) -> None:
-        self.wait_turn: Callable[[Place], None] | None = None
-        self.acquired: list[int] = []
-        self.held: int | None = None
-
-    def acquire(self, index: int) -> None:
-        assert self.held is None
-        self.held = index
-        self.acquired.append(index)
-
-    def release(self, index: int) -> None:
-        assert self.held == index
-        self.held = None
-
-
-def test_one_rank_computes_a_group_while_another_computes_the_next_one() -> None:
-    """Two ranks whose layers take turns. Of the first group, layer n + 1 waits for layer n of the second."""
-    num_layers = 5
-    meeting = threading.Barrier(NUM_RANKS, timeout=30)
-    both_compute = [threading.Barrier(2, timeout=30) for _ in range(num_layers)]
-
-    def agree(results: Results) -> Results:
-        meeting.wait()
-        return results
-
-    def call(units: Units, rank: int, group: int) -> None:
-        assert units.wait_turn is not None
-        for layer in range(num_layers):
-            is_own = layer % NUM_RANKS == rank
-            if is_own:
-                units.wait_turn(layer)
-                assert units.held == layer
-                if 0 <= layer - 1 + group < num_layers - 1:
-                    both_compute[layer - 1 + group].wait()
-            units.wait_turn((HAND_ON if is_own else HAND_OVER, layer))
-            if not is_own:
-                units.wait_turn((HANDED, layer))
-
-    def run(rank: int) -> list[int]:
-        units = Units()
-        nothing = lambda number: None  # noqa: E731
-        lockstep = Lockstep(cast(WeightStream, units), nothing, nothing, nothing, agree, NUM_RANKS)
-        assert lockstep.run([[partial(call, units, rank, group)] for group in range(2)]) == [[None], [None]]
-        assert units.held is None
-        return units.acquired
-
-    with ThreadPoolExecutor(NUM_RANKS) as threads:
-        assert list(threads.map(run, range(NUM_RANKS))) == [[0, 2, 4], [1, 3]]

@@ -152,18 +152,6 @@ def test_a_request_alone_has_one_layer_in_memory(plan: ResidencyPlan) -> None:
     assert alone_bytes(short, 9000) == alone_bytes(long, 9000)
 
 
-def test_activations_and_states_of_requests_count(plan: ResidencyPlan) -> None:
-    """Of one token alone; in a batch of the larger of a part of a prompt, and a token with logits of each row."""
-    lean, some = replace(plan, activations=NOTHING), ActivationSizes(3000, 8, 8, 700, 50)
-    heavy = replace(plan, activations=some)
-    assert alone_bytes(heavy, 900) - alone_bytes(lean, 900) == some.nbytes(1, 900, all_logits=True)
-    for step, num_rows in ((1, 6), (64, 2)):
-        before, after = (batch_bytes(replace(each, prefill_step_size=step), [900] * num_rows) for each in (lean, heavy))
-        assert after - before == some.nbytes(max(step, num_rows), 900, all_logits=step == 1)
-    with_states = replace(plan, cache=replace(plan.cache, call_bytes=100))
-    assert batch_bytes(with_states, [50]) - batch_bytes(plan, [50]) == 100 * plan.prefill_step_size
-
-
 def test_each_request_on_disk_has_last_pages_and_what_never_goes_there(plan: ResidencyPlan) -> None:
     """Slots are for the longest."""
     cache = replace(plan.cache, token_bytes=plan.cache.token_bytes + 10)

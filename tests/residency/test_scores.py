@@ -151,26 +151,6 @@ def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
     sizes._remembered_or_tried.cache_clear()
 
 
-def test_a_later_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
-    call, other = (AttentionCall(8, 2, size, size, mx.float32, "causal") for size in (64, 32))
-    tried: list[AttentionCall] = []
-    stock_trial = sizes._tried
-
-    def trial(call: AttentionCall) -> float:
-        tried.append(call)
-        return stock_trial(call) + len(tried)
-
-    monkeypatch.setattr(sizes, "_tried", trial)
-    found = bytes_per_pair([call])
-    assert set(tried) == {call} and found == bytes_per_pair([call]) > 0
-    (entry,) = RESULTS.load().values()
-    assert entry["bytes_per_pair"] == stock_trial(call) + len(tried)  # of the last trial, which found the most
-    tried.clear()
-    new_process()
-    assert bytes_per_pair([call]) == found and not tried
-    assert bytes_per_pair([call, other]) >= found and set(tried) == {other}
-
-
 @pytest.mark.parametrize("entry", ["many", -1.0, float("nan"), float("inf"), None])
 def test_a_remembered_result_that_makes_no_sense_is_tried_again(entry: object, new_process: Callable[[], None]) -> None:
     call = AttentionCall(8, 2, 64, 64, mx.float32, "causal")

@@ -71,16 +71,6 @@ def test_writes_that_take_only_a_part_are_completed(tmp_path: Path, monkeypatch:
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_text("old")
-    with pytest.raises(KeyError), atomic_file(path) as file:
-        file.write(b"half")
-        raise KeyError
-    assert path.read_text() == "old"
-    assert names(tmp_path) == ["data"]
-
-
 KILLED = """
 import os, sys
 from pathlib import Path

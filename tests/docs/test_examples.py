@@ -302,12 +302,3 @@ def test_a_hook_that_cannot_start_steps_aside(model_dir: Path, environment: Envi
         done = run_in(environment, program, model_dir, **variables)
         assert done.stdout == "Model\n"
         assert done.stderr.count("mlx-flash does not stream models here: " + reason) == 1
-
-
-def test_the_hook_imports_nothing_before_mlx_lm(environment: Environment) -> None:
-    _, site_packages = environment
-    shutil.copy(EXAMPLES / "lmstudio_hook.py", site_packages / "mlx_flash_hook.py")
-    (site_packages / "mlx_flash_hook.pth").write_text("import mlx_flash_hook\n")
-    code = "import sys; print('mlx_flash_hook' in sys.modules, [m for m in sys.modules if m.split('.')[0] in HEAVY])"
-    code = code.replace("HEAVY", "('mlx', 'mlx_lm', 'mlx_flash', 'numpy', 'transformers')")
-    assert run_in(environment, code).stdout == "True []\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import json
@@ -218,58 +217,39 @@ def test_60_columns_lose_no_words() -> None:
     assert words(narrow) == words(wide)
 
 
-def test_an_engine_that_ended_keeps_its_last_figures(runtime: Path) -> None:
-    publisher, watcher = Publisher(lambda: state(), 0.05), Watcher()
-    publisher.start()
-    while not watcher.histories:
-        watcher.look()
-    publisher.close()
+def test_an_engine_that_ended_keeps_its_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, engines = Watcher(), [published(state())]
+    monkeypatch.setattr("mlx_flash.monitor.rates.find", lambda: engines)
+    watcher.look()
+    engines = []
     watcher.look()
     assert watcher.histories == [] and watcher.to_json() == []
     lines = [line.plain for line in draw(watcher, Console(width=80), 24)]
     assert "llama-big" in lines[0] and "tokens: 20 in, 10 out; ended " in lines[1]
+    engines = [published(state(), path=Path("next"))]
     watcher.look()
-    assert watcher.ended is not None
-    publisher = Publisher(lambda: state(model={"name": "next"}), 0.05)
-    publisher.start()
-    while not watcher.histories:
-        watcher.look()
     assert watcher.ended is None
-    publisher.close()
 
 
-def test_the_engine_that_computes_is_shown_until_the_user_chooses(runtime: Path) -> None:
+def test_the_engine_that_computes_is_shown_until_the_user_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three engines of a server: the first is idle; the last computes, then the second."""
-    busy = {"num_passes": 9, "began": time.perf_counter()}
-    idle = {"num_passes": 0, "began": None, "last_ended": 0.0}
-    passes = [idle, idle, busy]
-    engines = [
-        Publisher(
-            lambda i=i: state(model={"name": f"model-{i}"}, passes={**passes[i], "num_tokens_in": time.time()}), 0.02
-        )  # type: ignore[misc]
-        for i in range(3)
-    ]
-    watcher = Watcher()
+    idle, busy = {"num_passes": 0, "began": None, "last_ended": 0.0}, {"num_passes": 9}
+    passes, watcher = [idle, idle, busy], Watcher()
 
-    def shown() -> str:
+    def shown() -> int:
+        engines = [published(state(passes=each), path=Path(f"{i}")) for i, each in enumerate(passes)]
+        monkeypatch.setattr("mlx_flash.monitor.rates.find", lambda: engines)
         watcher.look()
-        return text_of(*watcher.histories, chosen=watcher.chosen)[3] if len(watcher.histories) == 3 else ""
+        return watcher.chosen
 
-    def comes(name: str) -> bool:
-        return any(shown() == f"model      {name}" or time.sleep(0.02) for _ in range(100))
-
-    with contextlib.ExitStack() as stack:
-        for engine in engines:
-            engine.start()
-            stack.callback(engine.close)
-        assert comes("model-2")
-        passes[1] = busy
-        assert not any(shown() != "model      model-2" or time.sleep(0.02) for _ in range(5)), "both compute: it stays"
-        passes[2] = idle
-        assert comes("model-1")
-        watcher.choose_next()
-        watcher.choose_next()
-        assert [shown() for _ in range(3)] == ["model      model-0"] * 3, "the user chose it"
+    assert shown() == 2
+    passes[1] = busy
+    assert shown() == 2, "both compute: it stays"
+    passes[2] = idle
+    assert shown() == 1
+    watcher.choose_next()
+    watcher.choose_next()
+    assert [shown(), shown()] == [0, 0], "the user chose it"
 
 
 def test_a_low_terminal_shows_the_numbers_first() -> None:
@@ -585,6 +565,13 @@ def test_rates_are_those_of_whole_tokens_however_seldom_they_come(seconds_per_to
             assert rates.read_per_token is None or rates.read_per_token == pytest.approx(12, rel=close)
             assert rates.read_bytes_per_token == pytest.approx(12 * SLOT, rel=close)
     assert seen > 50
+
+
+def test_a_slow_model_seen_only_twice() -> None:
+    """A call took 7 s, and the second before its end is all that was seen: the bytes of a call are 7 times those."""
+    before, after = pool(read_bytes=6 * GB), pool(read_bytes=7 * GB)
+    rates = history_of(told(100.0, 4, 93.5, before), told(101.0, 5, 100.5, after)).rates.experts
+    assert rates is not None and rates.read_bytes_per_token == pytest.approx(7 * GB)
 
 
 def test_waits_for_experts_are_waits_for_the_disk() -> None:

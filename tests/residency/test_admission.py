@@ -11,12 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import (
-    ArraysCache,
     BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
@@ -24,19 +20,17 @@ from mlx_lm.models.cache import (
 from admission_plans import MORE_GB
 from admission_plans import model as model  # a fixture
 from admission_plans import plan as plan  # a fixture
-from mlx_flash import BudgetError, FlashConfig, FlashLLM, RefusedError
+from mlx_flash import FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.engine import need as need_module
 from mlx_flash.engine.call import Lane, parse_call
-from mlx_flash.engine.need import make_room, need
-from mlx_flash.kv.growth import update_growth
+from mlx_flash.engine.need import need
 from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency.plan import ResidencyPlan, alone_bytes, decide, together_bytes
 from mlx_flash.residency.sizes import ActivationSizes
-from models import GEMMA3, LLAMA, MAMBA2, save
+from models import LLAMA, save
 
 batch_bytes = partial(together_bytes, batching="stock")
 
@@ -45,30 +39,6 @@ def filled(entry: object, rows: int, tokens: int) -> object:
     keys = mx.zeros((rows, 4, tokens, 32))
     entry.update_and_fetch(keys, keys)  # type: ignore[attr-defined]
     return entry
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        lambda: filled(BatchKVCache([0, 0]), 2, 256),
-        lambda: filled(BatchRotatingKVCache(4096, [0, 0]), 2, 256),
-        lambda: CacheList(filled(BatchKVCache([0, 0]), 2, 256), ArraysCache(1)),
-        lambda: filled(KVCache(), 1, 256),
-        lambda: filled(QuantizedKVCache(group_size=32), 1, 256),
-    ],
-    ids=["batch", "rotating batch", "list", "plain", "quantized"],
-)
-def test_growth_of_every_cache_counts(plan: ResidencyPlan, entry: object) -> None:
-    caches = [entry() for _ in range(5)]  # type: ignore[operator]
-    mx.eval([cache.state for cache in caches])
-    rows = arrays_in(caches)[0].shape[0]
-    call = parse_call((mx.zeros((rows, 512 // rows), mx.int32), caches), {})
-    make_room(need(plan, [Lane(call)]))
-    growth = 5 * 256 * 2 * 4 * 32  # at least a byte for every number of a row
-    in_use = plan.base_bytes - plan.active_bytes + plan.bounce_bytes + plan.prefix_bytes + plan.cache_limit
-    in_use += int(mx.get_active_memory()) + plan.activations.nbytes(512, 256 + 512 // rows, all_logits=True)
-    with pytest.raises(BudgetError):
-        make_room(need(replace(plan, budget_bytes=in_use + growth), [Lane(call)]))
 
 
 def test_exact_batches_are_not_padded(plan: ResidencyPlan) -> None:
@@ -182,39 +152,6 @@ def test_the_smallest_budget_has_room_for_the_planned_context(plan: ResidencyPla
     smallest, prompt = replace(plan, budget_bytes=plan.peak_bytes), plan.context_length - 20
     assert decide(smallest, prompt, 20, [], may_batch=False, batching="auto") == "alone"
     assert plan.room_bytes - smallest.room_bytes == plan.budget_bytes - plan.peak_bytes > 0
-
-
-def test_a_token_that_the_process_has_no_room_for_is_refused(model: FlashLLM) -> None:
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.arange(250)[None], cache=cache))
-    call = parse_call((mx.array([[1]]), cache), {})
-    make_room(need(model.plan, [Lane(call)]))
-    full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
-    with pytest.raises(BudgetError):
-        make_room(need(replace(model.plan, budget_bytes=full), [Lane(call)]))
-
-
-@pytest.mark.parametrize("architecture", [GEMMA3, MAMBA2], ids=["sliding window", "recurrent"])
-def test_caches_of_other_kinds_are_not_added_up_where_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any]
-) -> None:
-    save(tmp_path, architecture)
-    with load_model(tmp_path, FlashConfig(ram_budget_gb=footprint() / 1e9 + MORE_GB, telemetry=False))[0] as model:
-        cache = make_prompt_cache(model)
-        mx.eval(model(mx.arange(20)[None], cache=cache))
-        added_up = []
-        counted = lambda *args: (added_up.append(args), update_growth(*args))[1]  # noqa: E731
-        monkeypatch.setattr(need_module, "update_growth", counted)
-        for i in range(5):
-            mx.eval(model(mx.array([[i]]), cache=cache))
-            if not i:
-                added_up.clear()  # a window gets its buffer
-        assert not added_up and not model.plan.read_bytes
-        lane = Lane(parse_call((mx.array([[1]]), cache), {}))
-        full = model.plan.base_bytes - model.plan.active_bytes + int(mx.get_active_memory())
-        with pytest.raises(BudgetError):
-            make_room(need(replace(model.plan, budget_bytes=full), [lane]))
-        assert added_up
 
 
 @pytest.mark.parametrize(

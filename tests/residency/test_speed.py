@@ -15,7 +15,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency import machine
-from mlx_flash.residency.machine import Machine, kept_products, largest_linear, prompt_speedup, read_products
+from mlx_flash.residency.machine import Machine, prompt_speedup
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
@@ -37,16 +37,6 @@ def plan_of(machine: Any = None, share: float = 0.3, config: FlashConfig = FIXED
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ModelLayout:
     return prepare(save(tmp_path_factory.mktemp("llama"), LLAMA), FlashConfig()).layout
-
-
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the probes have written to memory for weights, where bytes arrive in place."""
-    found: list[int] = []
-    fill = machine.Arena.fill
-    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
-    monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (found.append(byte), fill(self, byte)))
-    return found
 
 
 def test_prompts_compute_as_fast_as_probed() -> None:
@@ -205,24 +195,6 @@ def test_token_takes_as_long_as_its_operations_take_to_start() -> None:
     gpu = make_machine(resident_bytes_per_second=1e15, operation_seconds=1e-5)
     plan = make_plan(sizes, replace(FIXED, ram_budget_gb=100), gpu)
     assert plan.opening_seconds == pytest.approx(1000 * 1e-5)
-
-
-def test_probe_of_memory_leaves_weights_where_they_are(
-    layout: ModelLayout, written: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU that takes 5 seconds to fetch what the processor wrote, and half a second for a product."""
-
-    def seconds(function: Any, x: Any) -> float:
-        found = function(x)
-        return (5.0 if written and written.pop() == 0 else 0.0) + 0.5 * (len(found) if isinstance(found, list) else 1)
-
-    monkeypatch.setattr(machine, "_seconds", seconds)
-    monkeypatch.setattr(machine, "has_own_memory", lambda: False)
-    assert kept_products(largest_linear(layout)) == machine.operation_seconds() == 0.0, "memory is shared"
-    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
-    streamed, resident = read_products(largest_linear(layout)), kept_products(largest_linear(layout))
-    assert resident == pytest.approx(11 * streamed)
-    assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
 
 
 def test_named_budget_is_enough_for_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,39 +72,12 @@ def test_rounds_and_summary(bench: Bench, model: Path) -> None:
 
 # --- in a kernel memory limit, beside other programs -----------------------------------------------------------------
 
-LLAMA_BENCH = """#!/bin/sh
-echo '[{"avg_ts": 2.5, "n_threads": 2, "build_commit": "abc", "words": "'"$*"'"}]'
-"""
-
-
-@pytest.fixture
-def llama_bench(tmp_path: Path) -> Path:
-    """A program that answers as llama.cpp's ``llama-bench``."""
-    program = tmp_path / "llama-bench"
-    program.write_text(LLAMA_BENCH)
-    program.chmod(0o755)
-    return program
-
 
 @pytest.fixture
 def _small_machine() -> None:
     """Skip the test where no memory cgroup can be made."""
     if subprocess.run([SMALL_MACHINE, "--warm", "100M", "true"], capture_output=True).returncode == 77:
         pytest.skip("no memory cgroup can be made here")
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_llama_cpp_and_stock_run_in_the_limit(bench: Bench, model: Path, llama_bench: Path) -> None:
-    weights = model / "model-00001-of-00002.safetensors"  # any file: the program is a stand-in
-    limited = ["--budgets", 0.8, "--limit", 1.5, "--no-resident", "--llama-bench", llama_bench, "--gguf", weights]
-    result, shown = bench(*limited)
-    (entry,) = result["rounds"][0]["in_limit"]
-    assert (entry["budget"], entry["limit_bytes"]) == (0.8, 1_200_000_000)
-    assert entry["stock"]["token_ids"] == result["rounds"][0]["streamed"][0]["token_ids"]
-    assert entry["llama_cpp"]["tokens_per_second"] == 2.5
-    assert result["rounds"][0]["streamed"][0]["limit_bytes"] == 1_200_000_000
-    assert result["summary"]["in_limit"][0]["llama_cpp"]["tokens_per_second"] == 2.5
-    assert "tokens/s in a kernel memory limit" in shown
 
 
 @pytest.mark.usefixtures("_small_machine")

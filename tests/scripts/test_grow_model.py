@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
 
@@ -60,15 +59,6 @@ def test_wider_model_computes_the_same_function(grow_model: ModuleType, tmp_path
     assert [token for token, _ in found] == [token for token, _ in expected]
     for (_, one), (_, other) in zip(expected, found, strict=True):
         assert mx.abs(one - other).max().item() < 1e-4
-
-
-def test_pair_predicts_text_that_was_held_out() -> None:
-    """The trained pair is whole: both models find its text likelier than any of 2048 tokens (7.6), by far."""
-    for name in ("target", "draft"):
-        model, tokenizer = mlx_lm.load(str(PAIR / name))[:2]
-        tokens = mx.array([tokenizer.encode((PAIR / "heldout.txt").read_text())[513:1026]])
-        losses = nn.losses.cross_entropy(model(tokens[:, :-1]).astype(mx.float32), tokens[:, 1:])
-        assert losses.mean().item() < 4
 
 
 def test_demo_builds_a_model_that_writes_words(tmp_path: Path) -> None:

@@ -253,15 +253,15 @@ def budgets_of(prepared: Prepared, config: FlashConfig) -> list[Json]:
     """Return the plans of a model from its smallest budget to the one that holds it whole."""
     return [
         {
-            "budget_bytes": row.plan.budget_bytes,
-            "peak_bytes": row.plan.peak_bytes,
-            "read_bytes": row.plan.read_bytes,
-            "tokens_per_second": ratio(1, row.plan.opening_seconds),
-            "seconds_to_first_token": row.plan.seconds_to_first_token(PROMPT_TOKENS),
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "read_bytes": plan.read_bytes,
+            "tokens_per_second": ratio(1, plan.opening_seconds),
+            "seconds_to_first_token": plan.seconds_to_first_token(PROMPT_TOKENS),
             "prompt_tokens": PROMPT_TOKENS,
-            "longest_context": row.longest_context,
+            "longest_context": longest_context,
         }
-        for row in table_of_budgets(prepared.sizes, config, prepared.machine)
+        for plan, longest_context in table_of_budgets(prepared.sizes, config, prepared.machine)
     ]
 
 

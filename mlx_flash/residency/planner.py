@@ -1045,16 +1045,11 @@ CONTEXTS = tuple(1024 << i for i in range(11))
 _ENDLESS_GB = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetRow:
-    """A budget and its plan."""
+def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[tuple[ResidencyPlan, int]]:
+    """Yield plans from the smallest budget to the first that reads nothing, or to the machine's memory.
 
-    plan: ResidencyPlan
-    longest_context: int  # the longest of ``CONTEXTS`` that the budget holds, in memory or on disk, or the promised one
-
-
-def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Iterator[BudgetRow]:
-    """Yield plans from the smallest budget to the first that reads nothing, or to the machine's memory."""
+    Each comes with the longest of :data:`CONTEXTS` that its budget holds, in memory or on disk, or the promised one.
+    """
     promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
     least_for = partial(_least_for, sizes, config, machine, _options(sizes, config, machine))
     contexts = {length: least_for(length) for length in CONTEXTS}
@@ -1064,7 +1059,7 @@ def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -
         except BudgetError:
             continue
         fitting = [length for length, least in contexts.items() if least is not None and least <= budget]
-        yield BudgetRow(plan, max([promised, *fitting]))
+        yield plan, max([promised, *fitting])
         if not plan.read_bytes:
             return
 

@@ -221,17 +221,6 @@ def test_no_encoding_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     stdout.flush()
 
 
-def test_pack_reports_in_words_and_in_json(model: Path, tmp_path: Path) -> None:
-    done = run("pack", model, tmp_path / "a")
-    text = done.stdout.decode()
-    assert done.returncode == 0 and "PackReport" not in text
-    assert f"Packed:{tmp_path / 'a'},30tensors,299kBin1safetensorsfile,in" in "".join(text.split())  # lines are wrapped
-    text = " ".join(text.split())
-    assert "every tensor was read back and is equal" in text
-    report = run_json("pack", model, tmp_path / "b")
-    assert report["target"] == str(tmp_path / "b") and report["num_tensors"] == 30
-
-
 def table_of(*arguments: object) -> str:
     """Return what `plan` prints, where each blank or line break is one blank."""
     done = run("plan", "--model", *arguments)

@@ -92,25 +92,25 @@ def test_table_goes_from_the_least_budget_to_the_first_that_reads_nothing() -> N
     sizes, config, machine = make_model(), replace(FIXED, context_length=None), make_machine()
     rows = list(table_of_budgets(sizes, config, machine))
     least = minimum_of(sizes, config, machine)
-    assert 0 <= rows[0].plan.budget_bytes - least < 1e6
-    assert [row.plan.read_bytes == 0 for row in rows] == [False] * (len(rows) - 1) + [True]
-    speeds = [row.plan.weights_seconds for row in rows]
+    assert 0 <= rows[0][0].budget_bytes - least < 1e6
+    assert [plan.read_bytes == 0 for plan, _ in rows] == [False] * (len(rows) - 1) + [True]
+    speeds = [plan.weights_seconds for plan, _ in rows]
     assert all(later <= earlier * 1.01 for earlier, later in pairwise(speeds))
-    contexts = [row.longest_context for row in rows]
+    contexts = [context for _, context in rows]
     assert contexts == sorted(contexts)
     small = make_machine(total_memory=minimum_of(sizes, FIXED, machine) + 200_000_000)
     rows = list(table_of_budgets(sizes, FIXED, small))
-    assert rows and all(row.plan.budget_bytes <= small.total_memory for row in rows)  # none is larger than the machine
-    assert rows[-1].plan.read_bytes > 0
+    assert rows and all(plan.budget_bytes <= small.total_memory for plan, _ in rows)  # none is larger than the machine
+    assert rows[-1][0].read_bytes > 0
 
 
 def test_longest_context_fits_and_the_next_one_does_not() -> None:
     sizes, config, machine = make_model(), replace(FIXED, context_length=None), make_machine(kv_disk_bytes=10**9)
-    row = list(table_of_budgets(sizes, config, machine))[1]
-    gigabytes = row.plan.budget_bytes / GB
-    make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=row.longest_context), machine)
+    plan, longest = list(table_of_budgets(sizes, config, machine))[1]
+    gigabytes = plan.budget_bytes / GB
+    make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=longest), machine)
     with pytest.raises(BudgetError):
-        make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=2 * row.longest_context), machine)
+        make_plan(sizes, replace(config, ram_budget_gb=gigabytes, context_length=2 * longest), machine)
 
 
 # --- disks

@@ -20,8 +20,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import rich.console
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
@@ -96,15 +94,6 @@ def test_read_rates_are_bytes_over_wall_time_and_over_reading_time() -> None:
     assert "1.10 of 2.20 probed (50%), 3.50 busy" in "\n".join(text_of(history))
 
 
-def test_cached_part_of_the_files_is_shown() -> None:
-    history = History(published(state(read={"nbytes": 1e9, "cached_bytes": 5e8}), 100.0))
-    assert "free memory" not in "\n".join(text_of(history))
-    read = {"nbytes": 5e9, "cached_bytes": 15e8, "cached_file_bytes": 12e8}
-    history.add(published(state(read=read), 102.0))
-    assert history.rates.cached_share == 0.25
-    assert "1.20 GB of the files in free memory; 25% of reads now" in "\n".join(text_of(history))
-
-
 def test_only_the_last_minute_is_remembered() -> None:
     history = History(published(state(), 0.0))
     for i in range(2000):
@@ -135,14 +124,6 @@ def test_sparklines_bars_and_strips() -> None:
     assert strip([], 3, 1) == []
 
 
-@given(num_units=st.integers(1, 3000), width=st.integers(1, 150), max_rows=st.integers(1, 4))
-def test_a_strip_fits_and_hides_no_computing_layer(num_units: int, width: int, max_rows: int) -> None:
-    found = ["computing" if i == num_units // 2 else "waiting" for i in range(num_units)]
-    rows = strip(found, width, max_rows)
-    assert len(rows) <= max_rows and all(1 <= len(row) <= width for row in rows)
-    assert sum(row.count("computing") for row in rows) == 1
-
-
 def test_states_differ_without_colour() -> None:
     assert set(GLYPHS) == set(STATES) and len(set(GLYPHS.values())) == len(STATES)
     assert len({*PARTS, REST}) == 8
@@ -154,16 +135,6 @@ def test_words_for_numbers() -> None:
     assert speed(2.5) == "2.50 tokens/s" and speed(0.1) == "0.10 tokens/s" and speed(None) == "- tokens/s"
     assert speed(0.0004) == "2500.0 s per token" and speed(0) == "0.00 tokens/s"
     assert rate(0.0004) == "0.0004" and rate(0.0219) == "0.022" and rate(0.25) == "0.25" and rate(0) == "0.00"
-
-
-@pytest.mark.parametrize(("num_tokens", "num_decoding", "kind"), [(8, 8, "decode"), (300, 7, "mixed")])
-def test_sequences_that_share_a_pass(num_tokens: int, num_decoding: int, kind: str) -> None:
-    shared = {"batch_size": 8, "num_tokens": num_tokens, "num_decoding": num_decoding, "last_seconds": 2.1}
-    before = {"num_tokens_out": 2, "last_ended": 97.3, **shared}
-    history = History(published(state(24, passes=before), 98.0))
-    history.add(published(state(24, passes={"num_tokens_out": 10, "last_ended": 99.4, **shared})))
-    (line,) = [line for line in text_of(history) if line.startswith("pass ")]
-    assert line.startswith(f"pass       12: {kind}, 8 sequences, 1 pass 2.1 s, 3.81 tok/s; ")
 
 
 def test_guesses_are_told_once_there_are_some() -> None:
@@ -203,18 +174,6 @@ def test_a_frame_fits_every_terminal(num_layers: int) -> None:
             for chosen in (0, 6):
                 lines = text_of(*histories, chosen=chosen, on=canvas(width, height))
                 assert all(len(line) <= width for line in lines) and (height is None or len(lines) <= height)
-
-
-def test_60_columns_lose_no_words() -> None:
-    history = History(published(state(), 98.0))
-    history.add(published(state()))
-    wide, narrow = (text_of(history, on=canvas(width, None)) for width in (200, 60))
-    assert all(len(line) <= 60 for line in narrow)
-
-    def words(lines: list[str]) -> list[str]:
-        return [word for line in lines for word in line.split() if re.search(r"[0-9a-z]", word)]
-
-    assert words(narrow) == words(wide)
 
 
 def test_an_engine_that_ended_keeps_its_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,19 +557,3 @@ def test_two_lines() -> None:
     assert [label for label in labels if label in ("time", "pool", "experts", "budget")] == [
         "time", "pool", "experts", "budget"
     ]  # fmt: skip
-
-
-def test_the_pool_is_a_part_of_the_budget() -> None:
-    plain = lines_of(two_looks())
-    told_plan = {"budget_bytes": 4 * GB}
-    memory = {"footprint": 3_000_000_000, "active": 2_700_000_000, "lent": 0, "pool": 2_100_000_000}
-    history = History(published(state(experts=pool(), plan=told_plan, memory=memory)))
-    lines = lines_of(history)
-    glyph = PARTS[5]
-    at = next(i for i, line in enumerate(lines) if line.startswith("budget"))
-    cells = lines[at + 1][11:]
-    assert cells.count(glyph) == pytest.approx(len(cells) * 2.1 / 4, abs=1.5)
-    in_order = [PARTS[i] for i in (0, 1, 2, 5, 3, 4)]
-    assert [key for key in dict.fromkeys(cells) if key != REST] == in_order
-    assert f"{PARTS[2]} slots 200 MB  {glyph} experts 2.10 GB" in lines[at + 2]
-    assert not any(f"{glyph} experts" in line for line in plain)

@@ -1,4 +1,4 @@
-"""Commands about models: those of this machine, those that people run, downloads, names, and cached data."""
+"""Commands about models: of this machine, those that people run, downloads, names, packed copies, cached data."""
 
 from __future__ import annotations
 

@@ -75,13 +75,6 @@ def test_summary_shows_shares_and_limit(waited: float, cached: int, limit: str) 
     assert found["Time"].endswith(f"limited by: {limit}")
 
 
-def test_reading_takes_no_less_time_than_waiting_for_it() -> None:
-    """Keys and values have a reader of their own."""
-    facts = {"stream.wait_seconds": 1.0, "experts.wait_seconds": 0.0, "kv.wait_seconds": 2.0, "read.busy_seconds": 1.5}
-    before, now = Sample(0.0, Facts(dict.fromkeys(facts, 0.0))), Sample(4.0, Facts(facts))
-    assert now.reading(before) == now.waited(before) == 3.0
-
-
 def limit_of(**sections: Any) -> str:
     history = History(monitored.published(monitored.state(), 96.0))
     history.add(monitored.published(monitored.state(**sections), 100.0))

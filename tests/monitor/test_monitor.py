@@ -546,14 +546,3 @@ def test_waits_for_experts_are_waits_for_the_disk() -> None:
 
 
 # Drawing
-
-
-def test_two_lines() -> None:
-    history = two_looks()
-    assert line_of(history, "pool") == "pool       412 of 3072 experts in 2.10 GB; hits 75%, predicted right 80%"
-    words = "experts    per token 14.2 read (71 MB), 19.0 reused; waited 25% of the time"
-    assert line_of(history, "experts") == words
-    labels = [line.split(" ")[0] for line in lines_of(history)]
-    assert [label for label in labels if label in ("time", "pool", "experts", "budget")] == [
-        "time", "pool", "experts", "budget"
-    ]  # fmt: skip

@@ -87,7 +87,7 @@ def read_on_rank_0(file: TextIO) -> str:
     group = launched_group()
     if group is None:
         return file.read()
-    return Peers(group).text(file.read() if group.rank() == 0 else "")
+    return Peers(group).data(file.read().encode() if group.rank() == 0 else b"", 0).decode()
 
 
 class Peers:
@@ -137,10 +137,6 @@ class Peers:
         """Add up bytes: the sum of floats would lose the sign of zeros."""
         mine = array.reshape(-1).view(mx.uint8) if owner == self.rank else mx.zeros((array.nbytes,), mx.uint8)
         return mx.distributed.all_sum(mine, group=self._group).view(array.dtype).reshape(array.shape)
-
-    def text(self, text: str) -> str:
-        """Return the text of rank 0. All ranks call it."""
-        return self.data(text.encode(), 0).decode()
 
     def data(self, data: bytes, owner: int) -> bytes:
         """Return the bytes of one rank; those of others do not count. All ranks call it."""

@@ -311,7 +311,7 @@ def _more_facts(layout: ModelLayout, plan: ResidencyPlan) -> Json:
         "first_tokens": ", ".join(f"{_thousands(n)} tokens {duration(seconds)}" for n, seconds in waits.items()),
         "long": long and _thousands(long),
         "hint": hint,
-        "num_kv_layers": len(plan.kv.rows),
+        "num_kv_layers": len(plan.cache.rows),
         "seconds": plan.seconds,
     }
 

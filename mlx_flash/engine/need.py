@@ -185,7 +185,7 @@ def _adding(plan: ResidencyPlan, lanes: Sequence[Lane]) -> Adding:
     step, tokens = 0, dict[PooledCache, tuple[int, int]]()
     for lane in lanes:
         if lane.own:
-            rows, new = plan.kv.rows, lane.tokens
+            rows, new = plan.cache.rows, lane.tokens
             step, num_new = max(step, new.num_at_once // new.batch_size), new.num_tokens // new.batch_size
             known = rows if len(rows) == len(lane.own) else [max(rows, default=0)] * len(lane.own)
             for entry, nbytes in zip(lane.own, known, strict=True):

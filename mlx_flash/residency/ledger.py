@@ -249,9 +249,8 @@ class KVShare:
     """The KV cache of a plan. Sizes in bytes, at the planned length of the context."""
 
     options: KVOptions | None  # how keys and values are kept; None leaves caches to mlx-lm
-    rows: tuple[int, ...]  # what a token adds to each cache that can be on disk
     nbytes: int  # set aside in memory, for every kind of cache
-    # the most that those in ``rows`` may take of it, what is under way to the disk and back included; None for as much
+    # the most of it for caches that can be on disk, what is under way to the disk and back included; None for as much
     # as a call finds free
     limit: int | None = None
     is_fixed: bool = False  # whether that is so though more may be free
@@ -300,7 +299,7 @@ def ledger_of(sizes: ModelSizes, config: FlashConfig, context_length: int, prefi
 def in_memory(ledger: Ledger, context_length: int) -> KVShare:
     """Return the share with all of it in memory. A cache that grows beyond the plan may go to disk."""
     nbytes = ledger.of_a_sequence(context_length) + ledger.states(ledger.step)
-    return KVShare(ledger.options, ledger.cache.rows, nbytes)
+    return KVShare(ledger.options, nbytes)
 
 
 def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | None = None) -> KVShare:
@@ -321,7 +320,6 @@ def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | N
     offloaded = _offloaded(rows, context_length, limit - least) if limit < whole else []
     return KVShare(
         options=replace(ledger.options, budget_bytes=limit),
-        rows=rows,
         nbytes=limit + ledger.others.nbytes(context_length) + ledger.states(ledger.step),
         limit=limit,
         is_fixed=kv_ram_gb is not None,

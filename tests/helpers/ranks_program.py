@@ -118,7 +118,7 @@ def compare_model(root: Path, name: str, fault: str) -> Found:
         got = expected if fault == "less room" else run(streamed, other)  # parts change last bits
         is_equal = same_bits(got, expected) and tokens == tokens_of(mlx_flash.generate_step, streamed)
         assert streamed.engine is not None and streamed._life.engine is not None
-        rows, told = streamed.plan.kv.rows, streamed._life.engine._publisher._collect()["ranks"]
+        rows, told = streamed.plan.cache.rows, streamed._life.engine._publisher._collect()["ranks"]
         units = [unit.name for unit in streamed.engine.stream.units]
     is_equal = is_equal and same_bits(run(model, PREFILL_AND_DECODE), expected)
     assert streamed.name == f"test (rank {GROUP.rank()} of {GROUP.size()})"  # what flash-monitor shows

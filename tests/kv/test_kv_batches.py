@@ -96,7 +96,7 @@ def test_rows_on_disk_are_their_solo_runs(
     with load_model(directory, options)[0] as model:
         got, most_disk, most_memory = run(model, PROMPTS, arrivals)
         assert model.kv is not None and model.kv.note().num_offloaded >= 4 * SMALL["num_hidden_layers"]
-        token_bytes = sum(model.plan.kv.rows)
+        token_bytes = sum(model.plan.cache.rows)
         assert most_disk > 1.5 * max(LENGTHS) * token_bytes  # of several sequences at once
         assert most_memory <= (model.plan.kv.limit or 0)
         gc.collect()
@@ -153,7 +153,7 @@ def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pyt
             entry.trim(680)
         slot = model.plan.cache.largest_row * model.kv.options.slot_tokens(700)
         before = mx.get_active_memory() - model.kv.note().reserved_bytes
-        room = 5 * slot + model.kv.options.step * sum(model.plan.kv.rows) * NUM_CONTEXTS
+        room = 5 * slot + model.kv.options.step * sum(model.plan.cache.rows) * NUM_CONTEXTS
         model.plan = replace(model.plan, budget_bytes=10**9, kv=replace(model.plan.kv, limit=room))
         rows = [model.row(mx.array([[k]]), cache, STEP) for k, cache in enumerate(caches)]
         num_passes = model.counters.num_passes
@@ -185,7 +185,7 @@ usage = model.kv.note()
 print(json.dumps({
     "tokens": found.token_ids, "peak": peak_footprint(), "budget": model.plan.budget_bytes,
     "cut": model.plan.streaming.cut, "written": usage.written_bytes, "step": model.plan.prefill_step_size,
-    "all": 4 * 200 * sum(model.plan.kv.rows),
+    "all": 4 * 200 * sum(model.plan.cache.rows),
 }))
 """
 

@@ -1,7 +1,11 @@
 """Layers on disk: pages in files, the last tokens in memory, and the threads that write and read the files.
 
-A layer writes to a file of its own, each page once, in the background. Copies of a cache share pages; while one has a
-page, it is never written again.
+A page has the rows of consecutive tokens of one layer, and never changes. A layer writes to a file of its own, each
+page once, in the background. Copies of a cache share pages, which Python's reference counts free; while one has a page,
+it is never written again.
+
+In a slot the tokens of each head are contiguous, with room for more behind them. The file of a layer has chunks of many
+pages. In a chunk the tokens of each head are contiguous too, so that reads are large.
 """
 
 from __future__ import annotations
@@ -10,28 +14,200 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import count, islice
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import mlx.core as mx
 import numpy as np
 
+from mlx_flash.compat.arrays import memory_of
 from mlx_flash.errors import WriteError
 from mlx_flash.files import PrivateFolder, close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.pages import FilePage, RowBytes, RowLayout, runs, segments
 from mlx_flash.layout.reachable import Opaque
+from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
+from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.ranges import Arrival, SourceFile
 from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.workers import Work, Workers
+
+CHUNK_TOKENS = 8192
+"""Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
+
+RowBytes = Sequence["np.ndarray[Any, np.dtype[np.uint8]]"]
+"""Rows of tokens as bytes, ``(heads, tokens, bytes)`` for each array of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One array of a layer's cache."""
+
+    shape: tuple[int, int]  # (batch, heads)
+    width: int  # items of a head's row
+    dtype: mx.Dtype
+
+    @property
+    def heads(self) -> int:
+        """Heads of all sequences."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def width_bytes(self) -> int:
+        """Bytes of a head's row."""
+        return self.width * int(self.dtype.size)
+
+    def zeros(self, num_tokens: int) -> mx.array:
+        """Return empty rows."""
+        return mx.zeros((*self.shape, num_tokens, self.width), self.dtype)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Positions of rows: of the layer's arrays, in pages of ``step`` tokens."""
+
+    components: tuple[Component, ...]
+    step: int
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
+        """Return the layout of arrays ``(batch, heads, tokens, width)``."""
+        return _layout(step, *[(array.shape[:2], array.shape[3], array.dtype) for array in arrays])
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all arrays."""
+        return sum(self.widths)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Bytes of a token in each array."""
+        return tuple([component.heads * component.width_bytes for component in self.components])
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of a chunk."""
+        return -(-CHUNK_TOKENS // self.step)
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk in a file."""
+        return sum(c.heads * stride for c, stride in zip(self.components, self.strides, strict=True))
+
+    def slot_offsets(self, capacity: int) -> list[int]:
+        """Return the offset of each array in a slot for so many tokens."""
+        return self._slot_places(capacity)[:-1]
+
+    def slot_bytes(self, capacity: int) -> int:
+        """Return the size of a slot for so many tokens."""
+        return self._slot_places(capacity)[-1]
+
+    def _slot_places(self, capacity: int) -> list[int]:
+        return aligned_offsets([capacity * width for width in self.widths], DIRECT_ALIGNMENT)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from a head of each array to the next one, in a file."""
+        tokens = self.chunk_pages * self.step
+        return tuple([round_up(tokens * component.width_bytes, DIRECT_ALIGNMENT) for component in self.components])
+
+    def file_offsets(self, page: int) -> tuple[int, ...]:
+        """Return the offsets of each array's first head in the page of this number of a file."""
+        chunk, within = divmod(page, self.chunk_pages)
+        at, found = chunk * self.chunk_bytes, list[int]()
+        for component, stride in zip(self.components, self.strides, strict=True):
+            found.append(at + within * self.step * component.width_bytes)
+            at += component.heads * stride
+        return tuple(found)
+
+    def to_rows(self, arrays: Sequence[mx.array]) -> RowBytes:
+        """Return the bytes of arrays ``(batch, heads, tokens, width)``, which are evaluated, with the heads of all."""
+        plain = [mx.contiguous(a.astype(c.dtype)) for a, c in zip(arrays, self.components, strict=True)]
+        mx.eval(plain)
+        return [
+            np.frombuffer(memory_of(array), np.uint8).reshape(c.heads, array.shape[2], c.width_bytes)
+            for array, c in zip(plain, self.components, strict=True)
+        ]
+
+    def to_arrays(self, rows: RowBytes) -> list[mx.array]:
+        """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""
+        return [
+            mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width) if part.size else c.zeros(0)
+            for part, c in zip(rows, self.components, strict=True)
+        ]
+
+
+@lru_cache(maxsize=64)
+def _layout(step: int, *components: tuple[tuple[int, int], int, mx.Dtype]) -> RowLayout:
+    """Return a layout, the same object for all layers: each asks for its own with the first tokens of a prompt."""
+    return RowLayout(tuple([Component(*each) for each in components]), step)
+
+
+class FilePage:
+    """A page of a layer's file, which is free again when nothing refers to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def runs(pages: Iterable[FilePage], layout: RowLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield the pages that follow one another in a chunk: the index of the first, its number, and how many they are."""
+    numbers = enumerate(page.number for page in pages)
+    for _, group in groupby(numbers, lambda each: (each[1] - each[0], each[1] // layout.chunk_pages)):
+        (index, first), *others = group
+        yield index, first, 1 + len(others)
+
+
+def segments(
+    path: Path, pages: Sequence[FilePage], layout: RowLayout, start: int, stop: int, capacity: int, base: int = 0
+) -> list[Segment]:
+    """Return the reads that put the tokens ``[start, stop)`` of a sequence in a slot, which begins with ``base``."""
+    found, step = list[Segment](), layout.step
+    for index, page, number in runs(pages, layout):
+        first, last = max(start, index * step), min(stop, (index + number) * step)
+        if first < last:
+            found += _segments(path, layout, page, first - index * step, last - first, capacity, first - base)
+    return found
+
+
+def _segments(
+    path: Path, layout: RowLayout, page: int, skipped: int, length: int, capacity: int, token: int
+) -> Iterator[Segment]:
+    """Yield the reads of some tokens, to the place of ``token``. Heads that follow one another share a read."""
+    name, group = f"KV cache, tokens from {token} on", list[Piece]()
+    places = zip(
+        layout.components, layout.file_offsets(page), layout.strides, layout.slot_offsets(capacity), strict=True
+    )
+    for component, offset, stride, target in places:
+        width = component.width_bytes
+        for head in range(component.heads):
+            source, place = offset + head * stride + skipped * width, target + (head * capacity + token) * width
+            piece = Piece(name, source, length * width, place)
+            if group and (source - group[-1].end >= DIRECT_ALIGNMENT or piece.end - group[0].offset > READ_SIZE):
+                yield _segment(path, group)
+                group = []
+            group.append(piece)
+    yield _segment(path, group)
+
+
+def _segment(path: Path, pieces: Sequence[Piece]) -> Segment:
+    """Return a read to the places of its pieces, if they are whole pages of memory, or through a bounce buffer."""
+    offset = pieces[0].offset // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+    nbytes = round_up(pieces[-1].end - offset, DIRECT_ALIGNMENT)
+    numbers = (number for piece in pieces for number in (piece.offset, piece.nbytes, piece.buffer_offset))
+    in_place = nbytes == sum([piece.nbytes for piece in pieces]) and not any(n % DIRECT_ALIGNMENT for n in numbers)
+    is_scattered = in_place and len(pieces) > 1
+    at = pieces[0].buffer_offset if in_place and not is_scattered else None
+    return Segment(path, offset, nbytes, at, tuple(pieces), is_scattered)
 
 
 class GrowingFile(SourceFile):
@@ -106,7 +282,12 @@ class WriteBehind:
             raise _closed()
         self.make_room(nbytes)
         self.nbytes += nbytes
-        write = Write(nbytes, partial(self._counted, nbytes, work))
+
+        def counted() -> None:
+            work()
+            self._count(nbytes)
+
+        write = Write(nbytes, counted)
         self._thread.start()
         self._thread.queue.put(write)
         self._waiting.append(write)
@@ -114,10 +295,6 @@ class WriteBehind:
 
     def _run(self, write: Write) -> None:
         write.run(_closed() if self._is_closed else None)
-
-    def _counted(self, nbytes: int, work: Callable[[], None]) -> None:
-        work()
-        self._count(nbytes)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything is written, at most so many seconds. Return whether it is."""

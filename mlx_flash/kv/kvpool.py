@@ -27,12 +27,11 @@ from mlx_flash import enginethread
 from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
-from mlx_flash.kv.disk import DiskRows, KVFiles
+from mlx_flash.kv.disk import DiskRows, KVFiles, RowLayout
 from mlx_flash.kv.history import pass_on
 from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
 from mlx_flash.kv.options import KVOptions, queued_bytes
 from mlx_flash.kv.owed import owing, own_kind
-from mlx_flash.kv.pages import RowLayout
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.arena import commits_lazily

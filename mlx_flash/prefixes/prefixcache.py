@@ -23,6 +23,7 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.history import History, make_labels
+from mlx_flash.kv.options import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.leaves import (
     Leaf,
@@ -34,7 +35,7 @@ from mlx_flash.prefixes.leaves import (
     leaves_of,
     to_array,
 )
-from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore, full_pages
+from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore
 
 
 @dataclass(slots=True)
@@ -189,10 +190,10 @@ class PrefixCache:
         if leaves is None or history is None:
             return None
         bounds = [*accumulate([part.shape[1] for part in parts], initial=history.length)][1:]
-        ends = {full for full in full_pages(bounds[-1], self.store.page_tokens) if full > history.length}
+        ends = {full for full in range(PAGE_TOKENS, bounds[-1] + 1, PAGE_TOKENS) if full > history.length}
         lefts = [*segments_left, *[0] * len(parts)][: len(parts)]
         # the last page of a call ends with it, unless its segment has no full page
-        ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= self.store.page_tokens)
+        ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= PAGE_TOKENS)
         form = form_of(leaves)
         labels = [
             make_labels(np.array(part)[0], bound - part.shape[1], bound, form)
@@ -204,7 +205,7 @@ class PrefixCache:
     def _find(self, call: KnownCall, most: int) -> Prefix:
         """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
         ends = [end for end in call.after.ends if end <= most]
-        return self.store.find(call.after.labels, ends=ends).cut(set(call.bounds))
+        return self.store.find(call.after.labels, ends).cut(set(call.bounds))
 
     def _restore(self, call: KnownCall) -> int:
         """Fill the cache. Return with how many tokens."""
@@ -257,7 +258,7 @@ class PrefixCache:
         found = {f"{i}": leaf.read(start, end) for i, leaf in enumerate(call.rows)}
         found |= {f"{STATE}{i}": state for i, state in call.take_states(end).items()}
         blobs = {f"{leaf}.{name}": blob for leaf, arrays in found.items() for name, blob in arrays.items()}
-        return self.store.put(call.after.labels, number, blobs, ends=call.after.ends)
+        return self.store.put(call.after.labels, number, blobs, call.after.ends)
 
 
 def _history(leaves: Sequence[Leaf]) -> History | None:

@@ -55,9 +55,9 @@ class Blob(NamedTuple):
     shape: tuple[int, ...]
 
 
-def root_name(model: str, settings: str, tenant: str, page_tokens: int) -> str:
+def root_name(model: str, settings: str, tenant: str) -> str:
     """Return the hash that the names of all pages of one kind of cache begin from."""
-    kind = [MAGIC.hex(), model, settings, tenant, page_tokens]
+    kind = [MAGIC.hex(), model, settings, tenant, PAGE_TOKENS]
     return hashlib.blake2b(json.dumps(kind).encode(), digest_size=32).hexdigest()
 
 
@@ -71,11 +71,6 @@ def page_names(root: str, tokens: Tokens, ends: Sequence[int]) -> list[str]:
         names.append(name.hex())
         start = end
     return names
-
-
-def full_pages(num_tokens: int, page_tokens: int) -> range:
-    """Return the ends of the pages that are full of tokens."""
-    return range(page_tokens, num_tokens + 1, page_tokens)
 
 
 def path_of(folder: Path, page: str) -> Path:
@@ -225,9 +220,6 @@ _WARNINGS = {
 }
 """Texts for reasons that users can change."""
 
-QUEUE_BYTES = 64 << 20
-"""Two pages of an 8B model at 16 bits."""
-
 _MOST_SECONDS = 10.0
 """The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
 
@@ -269,22 +261,18 @@ class PrefixStore:
         governor: WriteGovernor,
         tenant: str = "",  # different ones share nothing
         title: str = "",  # name of the model, for people
-        limit_bytes: int | None = None,  # the most that all pages in the directory may take
-        free_space_floor: int | None = None,  # bytes of the disk that are left free; None for a tenth of it
-        page_tokens: int = PAGE_TOKENS,
-        queue_bytes: int = QUEUE_BYTES,  # the most that may wait to be written
+        limit_bytes: int,  # the most that all pages in the directory may take
+        queue_bytes: int,  # the most that may wait to be written
     ) -> None:
-        self.page_tokens = page_tokens
-        self._root = root_name(model, settings, tenant, page_tokens)
+        self._root = root_name(model, settings, tenant)
         self._model, self._title = model, title
         self._governor = governor
-        self._limit, self._free_floor = limit_bytes, free_space_floor or 0
+        self._limit, self._free_floor = limit_bytes, 0
         self._directory, self.folder, self.is_writable = directory, directory / FOLDER, False
         if not governor.zero_write:
             try:
                 make_private(self.folder)
-                if free_space_floor is None:
-                    self._free_floor = free_floor(self.folder)
+                self._free_floor = free_floor(self.folder)
                 with _locked(directory):
                     for path in self.folder.glob(f"*{PARTIAL_SUFFIX}"):  # killed processes have left it
                         path.unlink(missing_ok=True)
@@ -306,12 +294,11 @@ class PrefixStore:
         """Return whether a page is cached."""
         return os.access(f"{self.folder}/{page}{SUFFIX}", os.F_OK)  # a Path object would take ten times as long
 
-    def find(self, tokens: Tokens, *, ends: Sequence[int] | None = None) -> Prefix:
-        """Return the longest cached prefix of a prompt. Pages of it that wait to be written are waited for.
+    def find(self, tokens: Tokens, ends: Sequence[int]) -> Prefix:
+        """Return the longest cached prefix of a prompt, each of whose pages ends after so many tokens.
 
-        ``ends`` are with how many tokens each page ends; None for pages of ``page_tokens``.
+        Pages of it that wait to be written are waited for.
         """
-        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         names = page_names(self._root, tokens, ends)
         count = self._num_leading(names)
         if not self._queued.keys().isdisjoint(names[count:]):  # it is faster than computing them
@@ -349,15 +336,13 @@ class PrefixStore:
         tokens: Tokens,
         page_index: int,  # how many pages come before it
         blobs: Mapping[str, Blob],
-        *,
-        ends: Sequence[int] | None = None,  # with how many tokens each page ends; None for pages of ``page_tokens``
+        ends: Sequence[int],  # with how many tokens each page ends
     ) -> bool:
         """Store a page in the background. Return whether it is cached, or queued.
 
         While too much is queued, the call waits. Blobs are copied, unless they exceed the queue: then the call waits
         until they are written. The writer refuses what exceeds the limits or the day's writes.
         """
-        ends = full_pages(len(tokens), self.page_tokens) if ends is None else ends
         *before, page = names = page_names(self._root, tokens, ends[: page_index + 1])
         if self._is_known(page):
             return True
@@ -460,12 +445,8 @@ class PrefixStore:
 
         ``spared`` are the pages before it, which stay.
         """
-        excess = nbytes - self._spare_bytes()
-        if self._limit is None and excess <= 0:
-            return True
         files = _files(self.folder)
-        if self._limit is not None:
-            excess = max(excess, sum(size for _, size, _ in files) + nbytes - self._limit)
+        excess = nbytes + max(-self._spare_bytes(), sum(size for _, size, _ in files) - self._limit)
         kept = {f"{page}{SUFFIX}" for page in spared}
         pages = [(size, path) for _, size, path in files if path.suffix == SUFFIX and path.name not in kept]
         if excess > sum(size for size, _ in pages):

@@ -83,6 +83,16 @@ def found(store: PrefixStore, tokens: Sequence[int]) -> int:
     return len(prefix.pages)
 
 
+class Store(PrefixStore):
+    """A store whose pages have ``STEP`` tokens, unless it is told where they end."""
+
+    def find(self, tokens: Any, ends: Sequence[int] | None = None) -> Prefix:
+        return super().find(tokens, range(STEP, len(tokens) + 1, STEP) if ends is None else ends)
+
+    def put(self, tokens: Any, page_index: int, blobs: Any, ends: Sequence[int] | None = None) -> bool:
+        return super().put(tokens, page_index, blobs, range(STEP, len(tokens) + 1, STEP) if ends is None else ends)
+
+
 class Opener:
     """Opens stores in one directory and closes them in the end."""
 
@@ -90,11 +100,13 @@ class Opener:
         self.directory = directory
         self._stack = ExitStack()
 
-    def __call__(self, **options: Any) -> PrefixStore:
-        directory = options.pop("directory", self.directory)
+    def __call__(self, *, leaves_free: int | None = 0, **options: Any) -> Store:
+        """Open a store that leaves so many bytes of the disk free; None for the share that users get."""
         governor = options.pop("governor", None) or WriteGovernor(self.directory / "wear", gb_per_day=None)
-        defaults = {"model": "m", "settings": "fp16", "page_tokens": STEP, "free_space_floor": 0}
-        return self._stack.enter_context(closing(PrefixStore(directory, governor=governor, **(defaults | options))))
+        defaults = {"model": "m", "settings": "fp16", "limit_bytes": 1 << 40, "queue_bytes": 64 << 20}
+        store = self._stack.enter_context(closing(Store(self.directory, governor=governor, **(defaults | options))))
+        store._free_floor = store._free_floor if leaves_free is None else leaves_free
+        return store
 
     def close(self) -> None:
         self._stack.close()

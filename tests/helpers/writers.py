@@ -127,7 +127,7 @@ class Prefixes(Writer):
         self.first = time.time_ns() % 10**9
         with closing(self._store()) as store:
             for number in range(2):
-                store.put(self._tokens(self.first), number, {"k": self._blob(self.first)})
+                store.put(self._tokens(self.first), number, {"k": self._blob(self.first)}, (16, 32))
 
     def look(self) -> bool:
         """Read every page: each holds what belongs to its name."""
@@ -140,13 +140,15 @@ class Prefixes(Writer):
 
     def check(self) -> bool:
         with closing(self._store()) as store:
-            found = store.find(self._tokens(self.first))
+            found = store.find(self._tokens(self.first), (16, 32))
             page = store.read(found.pages[1]) if len(found.pages) == 2 else None
             return page is not None and page["k"].data == self._blob(self.first).data
 
     def _store(self) -> PrefixStore:
-        governor = WriteGovernor(self.folder)
-        return PrefixStore(self.folder, model="m", settings="s", governor=governor, page_tokens=16, free_space_floor=0)
+        governor, limits = WriteGovernor(self.folder), {"limit_bytes": 1 << 30, "queue_bytes": 1 << 20}
+        store = PrefixStore(self.folder, model="m", settings="s", governor=governor, **limits)
+        store._free_floor = 0
+        return store
 
     def _tokens(self, first: int) -> range:
         return range(first, first + 32)

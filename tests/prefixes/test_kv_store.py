@@ -69,7 +69,7 @@ def test_what_begins_alike_is_stored_once(opened: Opener) -> None:
     assert store.find(changed).num_tokens == 0, "a page stands for all tokens before it as well"
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"settings": "q4"}, {"tenant": "bob"}, {"page_tokens": 2}])
+@pytest.mark.parametrize("other", [{"model": "n"}, {"settings": "q4"}, {"tenant": "bob"}])
 def test_nothing_else_is_found(opened: Opener, other: dict[str, Any]) -> None:
     mine = opened(tenant="alice")
     put(mine, TOKENS)
@@ -180,7 +180,7 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
 
     others = 0
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    store = opened(free_space_floor=16 * PAGE_BYTES)
+    store = opened(leaves_free=16 * PAGE_BYTES)
     put(store, TOKENS[: 3 * STEP])
     put(store, [1] * 3 * STEP)
     assert found(store, TOKENS) == 1 and found(store, [1] * 3 * STEP) == 3
@@ -190,7 +190,7 @@ def test_free_space_is_left(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> 
     others = 18 * PAGE_BYTES
     put(store, [3] * STEP)
     assert found(store, [3] * STEP) == 0 and found(store, [2] * STEP) == 1, "evicting all would not be enough"
-    by_default = opened(free_space_floor=None)
+    by_default = opened(leaves_free=None)
     others = 14 * PAGE_BYTES
     put(by_default, [4] * STEP)
     assert disk - others - len(opened.files()) * PAGE_BYTES >= disk / 10 and found(by_default, [4] * STEP) == 1

@@ -157,6 +157,7 @@ class FilePage:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.write: Write | None = None  # until it is known that it can be read
 
 
 def runs(pages: Iterable[FilePage], layout: RowLayout) -> Iterator[tuple[int, int, int]]:
@@ -327,7 +328,6 @@ class LayerFile:
         except OSError as error:
             raise WriteError(f"cannot make {path} for the KV cache: {error.strerror}. Hint: check the disk.") from error
         read.append(reader.open(path))
-        self._pending: deque[Write] = deque()
         self._used: WeakValueDictionary[int, FilePage] = WeakValueDictionary()
 
     @property
@@ -342,17 +342,17 @@ class LayerFile:
         return found
 
     def write(self, pages: Sequence[FilePage], rows: RowBytes) -> None:
-        """Write rows ``(heads, tokens, bytes)`` that fill pages. Raises: WriteError: an earlier write failed."""
+        """Write rows ``(heads, tokens, bytes)`` that fill pages."""
         layout = self.layout
         for index, page, number in runs(pages, layout):
             blocks, tokens = [], slice(index * layout.step, (index + number) * layout.step)
             for part, offset, stride in zip(rows, layout.file_offsets(page), layout.strides, strict=True):
                 for head in range(len(part)):
                     blocks.append((offset + head * stride, np.ascontiguousarray(part[head, tokens]).data.cast("B")))
-            while self._pending and self._pending[0].is_done:
-                self._finish_first()
             nbytes = sum(len(block) for _, block in blocks)
-            self._pending.append(self._writer.submit(nbytes, partial(self._write, blocks)))  # which keeps the file open
+            write = self._writer.submit(nbytes, partial(self._write, blocks))  # which keeps the file open
+            for each in pages[index : index + number]:
+                each.write = write
 
     def _write(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
         for offset, block in blocks:
@@ -363,20 +363,6 @@ class LayerFile:
                     f"cannot write {len(block)} bytes of the KV cache at offset {offset} of {self.path}: "
                     f"{error.strerror}. Hint: make room on that disk, or set kv_max_tokens."
                 ) from error
-
-    def flush(self) -> None:
-        """Wait until all pages can be read. Raises: WriteError: a write failed."""
-        while self._pending:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        """Wait for the first write. One that failed stays, and fails again.
-
-        The error is a new one each time: the traceback of one that is kept would keep the caller's caches.
-        """
-        if (error := self._pending[0].failure()) is not None:
-            raise WriteError(str(error)) from error.__cause__
-        self._pending.popleft()
 
 
 def _remove_file(path: Path, descriptors: list[int], reader: PageReader, read: list[SourceFile]) -> None:
@@ -434,6 +420,7 @@ class DiskRows(Opaque):
         end = self.length + rows[0].shape[1]
         num_pages, used = (end - self.paged_tokens) // self.layout.step, 0
         if num_pages:
+            self.settle(waits=False)
             used = self.paged_tokens + num_pages * self.layout.step - self.length
             block = [np.concatenate([old, new[:, :used]], axis=1) for old, new in zip(self.tail, rows, strict=True)]
             pages = self.file.allocate(num_pages)
@@ -444,6 +431,19 @@ class DiskRows(Opaque):
         for part, new in zip(self._tail, rows, strict=True):
             part[:, start : start + new.shape[1] - used] = new[:, used:]
         self.length = end
+
+    def settle(self, start: int = 0, stop: int | None = None, *, waits: bool = True) -> None:
+        """Wait until the pages of some tokens can be read, or look at those that are written.
+
+        Raises: WriteError: one could not be written. It is a new error each time: the traceback of one that is kept
+        would keep the caller's caches.
+        """
+        last = len(self.pages) if stop is None else -(-stop // self.layout.step)
+        for page in self.pages[start // self.layout.step : last]:
+            if page.write is not None and (waits or page.write.is_done):
+                if (error := page.write.failure()) is not None:
+                    raise WriteError(str(error)) from error.__cause__
+                page.write = None
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError: those that do not fill a page any more."""
@@ -476,7 +476,7 @@ class DiskRows(Opaque):
 
 def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:
     """Read tokens of pages."""
-    disk.file.flush()
+    disk.settle(start, stop)
     capacity = stop - start
     buffer = memoryview(mmap.mmap(-1, max(disk.layout.slot_bytes(capacity), 1)))
     if stop > start:

@@ -113,7 +113,7 @@ class PooledCache:
         while disk.length < held["offset"]:
             page = slice(disk.length, min(disk.length + step, held["offset"]))
             disk.append(disk.layout.to_rows([array[..., page, :] for array in arrays]))
-            disk.file.flush()  # memory is short: nothing waits
+            disk.settle()  # memory is short: nothing waits
         become(self, type(self).kind_on_disk, keys=None, values=None, offset=0, disk=disk)
 
     def set_state(self, state: Sequence[Any]) -> None:

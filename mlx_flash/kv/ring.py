@@ -262,7 +262,7 @@ class SlotRing:
 
     def _read(self, slot: Slot, disk: DiskRows, start: int, *, urgent: bool = False) -> None:
         """Start reading from the page with the token ``start`` on."""
-        disk.file.flush()
+        disk.settle(start)
         reads = segments(disk.file.path, disk.pages, disk.layout, start, disk.paged_tokens, slot.capacity)
         ticket = disk.file.reader.submit(reads, slot.memory, urgent=urgent)
         slot.read(ticket, disk, disk.paged_tokens)

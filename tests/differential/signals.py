@@ -64,8 +64,8 @@ class Reads:
 
     KINDS = ("error", "end", "part")
 
-    def __init__(self, folder: Path) -> None:
-        self._files = {(status.st_dev, status.st_ino) for status in map(os.stat, folder.glob("*.safetensors"))}
+    def __init__(self, folder: Path, pattern: str = "*.safetensors") -> None:
+        self._files = {(status.st_dev, status.st_ino) for status in map(os.stat, folder.glob(pattern))}
         self._lock = threading.Lock()
         self._kind, self._first, self._last = "", 0, 0
         self.num_reads = 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import itertools
+import os
 import random
 import tempfile
 import threading
@@ -36,7 +39,7 @@ from differential.signals import Reads, is_ours, struck
 from differential.stock import PLAIN_TOKENIZER, Stock, Told
 from differential.table import Row, Subject, Zoo
 from interrupt_points import Tracer
-from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError
+from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError, WriteError
 from oracle import on_a_machine
 
 
@@ -240,7 +243,7 @@ class Trial:
 
     def _refuse(self, error: CacheError, can_go_on: bool) -> None:
         """Accept that a cache refuses, if it could not be put back."""
-        if can_go_on and not any(isinstance(each, ReadError) for each in self.errors):
+        if can_go_on and not any(isinstance(each, ReadError | WriteError) for each in self.errors):
             raise Wrong(f"a cache of keys and values refuses: {error}") from error
         self.counts["refused"] += 1
 
@@ -293,8 +296,9 @@ def _check_ours(errors: list[BaseException]) -> None:
 
 
 def read_fails(trial: Trial) -> None:
-    """Reads of weights fail, and later ones do not."""
-    reads = Reads(trial.subject.folder)
+    """Reads of weights fail, or of keys and values, and later ones do not."""
+    of_kv = trial.script.num_before and trial.dice.random() < 0.5
+    reads = Reads(trial.subject.kv_folder, "*/*.kv") if of_kv else Reads(trial.subject.folder)
     kind, count = trial.dice.choice(reads.KINDS), trial.dice.choice((1, 3, 1 << 30))
     with reads.watched(kind, trial.dice.randrange(1, 60), count):
         trial.attempt(trial.run.generate)
@@ -307,6 +311,33 @@ def read_fails(trial: Trial) -> None:
     except ReadError:  # of a read ahead that had failed
         trial.counts["late errors"] += 1
     trial.finish(is_complete=not trial.errors)
+
+
+def write_fails(trial: Trial) -> None:
+    """Keys and values cannot be written, from some write on. What was lost stays lost, for the caches that had it."""
+    if not trial.script.num_before:
+        return
+    first, real = trial.dice.randrange(12), os.pwrite
+    numbers = itertools.count()
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if next(numbers) >= first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    os.pwrite = pwrite
+    try:
+        trial.attempt(trial.run.generate)
+    finally:
+        os.pwrite = real
+    trial.allowed = (WriteError,)
+    trial.counts["failed writes"] += bool(trial.errors)
+    trial.check(is_complete=not trial.errors)
+    trial.check_fresh()
+    try:
+        trial.check_cache()
+    except WriteError:
+        trial.counts["lost"] += 1
 
 
 def _callback(name: str, result: Callable[..., Any], trial: Trial) -> None:
@@ -610,6 +641,7 @@ EVENTS: dict[str, Callable[[Trial], None]] = {
     "burst": partial(_strike, KeyboardInterrupt, True),  # two to six times within milliseconds
     "alarm": partial(_strike, TimeoutError, False),  # by a handler of SIGALRM
     "read": read_fails,
+    "write": write_fails,
     "reads": reads,
     "loading": loading,
     "sampler": partial(_callback, "sampler", partial(mx.argmax, axis=-1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -70,7 +71,7 @@ def read(rows: DiskRows, capacity: int | None = None) -> list[np.ndarray[Any, np
     capacity = capacity or max(rows.length, 1)
     arena = Arena(max(rows.layout.slot_bytes(capacity), 1))
     arena.fill(0xEE)
-    rows.file.flush()
+    rows.settle()
     rows.file.reader.submit(
         segments(rows.file.path, rows.pages, rows.layout, 0, rows.paged_tokens, capacity), arena.memory
     ).wait()
@@ -139,7 +140,7 @@ def test_pages_are_written_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     rows = begun(make(WIDE))
     for seed in range(200):
         rows.append(random_rows(WIDE, 1, seed))
-    rows.file.flush()
+    rows.settle()
     assert sum(written) == 3 * 64 * WIDE.token_bytes
     assert len(written) == 3 * 5  # one write a page and head
 
@@ -163,13 +164,14 @@ def test_free_pages_are_reused(make: Make) -> None:
     gc.collect()
     rows.append(random_rows(WIDE, 512, 1))
     assert [page.number for page in rows.pages] == [*range(10)]
-    file.flush()
+    rows.settle()
     assert file.path.stat().st_size <= WIDE.chunk_bytes
 
 
 def test_a_full_disk_raises_with_file_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, caches = on_disk(tmp_path)
     feed(caches, 1)
+    others = copy.deepcopy(caches)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(full))
     with pytest.raises(WriteError, match=r"cannot write 4096 bytes .* at offset \d+ of .*layer-\d\.kv: No space left"):
@@ -179,13 +181,14 @@ def test_a_full_disk_raises_with_file_and_offset(tmp_path: Path, monkeypatch: py
     with pytest.raises(WriteError, match="No space left"):  # what was lost stays lost
         for _ in range(5):
             feed(caches, 16)
+    feed(others, 40)  # which have lost nothing
     pool.close()
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
     pool, caches = on_disk(tmp_path)
     path = caches[0].disk.file.path
-    caches[0].disk.file.flush()
+    caches[0].disk.settle()
     os.truncate(path, 4096)
     with pytest.raises(
         TruncatedFileError, match=r"read \d+ of \d+ bytes at offset \d+.*layer-0\.kv.*fresh prompt cache"
@@ -258,7 +261,7 @@ def test_offloaded_layers_leave_the_counted_memory(heap: str, tmp_path: Path) ->
     gone = counted - pool.memory_bytes
     assert len(pool.on_disk) > 4 and gone > 2 * WRITE_BEHIND_BYTES
     for disk in pool.on_disk.values():
-        disk.file.flush()
+        disk.settle()
     assert before - footprint() > gone - WRITE_BEHIND_BYTES
     pool.close()
     del top

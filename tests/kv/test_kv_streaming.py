@@ -279,7 +279,7 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
             mx.eval(model(PROMPT[None, :10], cache=cache))
         failing = caches[0][1].disk.file.path.name
         mx.eval(model(PROMPT[None, :11], cache=caches[0]))
-        caches[0][0].disk.file.flush()
+        caches[0][0].disk.settle()
         failing = "layer-"
         rows = [model.row(PROMPT[None, :40], cache, STEP) for cache in caches]
         model.advance(rows)

@@ -50,6 +50,11 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
     """Run ``mlx-flash generate``: write text as it is generated, then a summary: JSON, or text on stderr."""
     if args.seed is not None:
         mx.random.seed(args.seed)
+    if args.prompt_cache_file is not None:
+        raise ConfigError(
+            f"--prompt-cache-file {args.prompt_cache_file}: only mlx-lm's own program reads such files. "
+            "Hint: mlx-flash exec -- mlx_lm.generate streams with it; kv_prefixes keeps computed prompts by itself."
+        )
     path = model_of(args)
     answering = answer_about_pictures if is_vision(args, path, prefers=False) else answer
     if (group := launched_group()) is not None:
@@ -73,11 +78,6 @@ def generate(args: argparse.Namespace, out: TextIO) -> int:
 @contextlib.contextmanager
 def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
     """Yield the answer to a prompt, as mlx-lm generates it, and its recorder."""
-    if args.prompt_cache_file is not None:
-        raise ConfigError(
-            f"--prompt-cache-file {args.prompt_cache_file}: only mlx-lm's own program reads such files. "
-            "Hint: mlx-flash exec -- mlx_lm.generate streams with it; kv_prefixes keeps computed prompts by itself."
-        )
     if args.draft_model is not None:
         args.draft_model = find_modelfile(args.draft_model).base
         ask_to_download(args.draft_model, args)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # mlx-vlm is an extra
 _WITHOUT = {
     "adapter_path": None,
     "draft_model": None,
-    "prompt_cache_file": None,
     "prefill_response": None,
     "xtc_probability": 0.0,
     "min_tokens_to_keep": 1,

@@ -131,8 +131,9 @@ def test_draft_models_give_the_text_of_mlx_lm(model: Path) -> None:
     assert streamed.stdout == expected.stdout and b"within the budget" in streamed.stderr
 
 
-def test_a_saved_prompt_cache_is_for_the_program_of_mlx_lm(model: Path) -> None:
-    line = error_of("generate", "--model", model, "--prompt-cache-file", "x")
+def test_a_saved_prompt_cache_is_for_the_program_of_mlx_lm() -> None:
+    """It is refused before a model is looked for, or downloaded."""
+    line = error_of("generate", "--model", "no/such", "--prompt-cache-file", "x")
     assert "--prompt-cache-file x: only mlx-lm's own program" in line and "exec -- mlx_lm.generate" in line
 
 

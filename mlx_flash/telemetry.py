@@ -29,7 +29,7 @@ import psutil
 from mlx_flash.files import SESSIONS, PrivateFolder, is_held, read_json_object, remove_orphans, write_atomically
 from mlx_flash.logs import log
 
-_SHORTEST = 1e-6
+SHORTEST = 1e-6
 """Shorter times give no rate."""
 
 
@@ -103,7 +103,7 @@ def ratio(part: float, whole: float, most: float = math.inf) -> float | None:
 
     Counters of parts and of the whole, and clocks, are read one after another: a share may come out a little above 1.
     """
-    return min(max(part, 0.0) / whole, most) if whole > _SHORTEST else None
+    return min(max(part, 0.0) / whole, most) if whole > SHORTEST else None
 
 
 def metrics(state: Any) -> Iterator[tuple[str, str, float]]:

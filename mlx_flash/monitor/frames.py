@@ -11,7 +11,6 @@ from rich.text import Text
 
 from mlx_flash.monitor.rates import History, SystemMemory
 from mlx_flash.monitor.words import (
-    STATES,
     duration,
     formatted,
     layer_runs,
@@ -23,29 +22,19 @@ from mlx_flash.monitor.words import (
 )
 from mlx_flash.telemetry import SCHEMA, SILENT_SECONDS, Facts, Json, budget_of
 
-STYLES = {
-    "pinned": "blue",
-    "waiting": "dim",
-    "reading": "yellow",
-    "resident": "cyan",
-    "computing": "bold green",
-    "done": "green",
+STATES = {
+    "pinned": ("█", "blue", "pinned"),
+    "waiting": ("·", "dim", "waiting"),
+    "reading": ("░", "yellow", "reading"),
+    "resident": ("▒", "cyan", "in slot"),
+    "computing": ("▶", "bold green", "computing"),
+    "done": ("─", "green", "done"),
 }
-WORDS = {"resident": "in slot"}
-
-
-def units(state: Json) -> list[Json]:
-    """Return the layers in calling order, then the heads."""
-    found: list[Json] = state.get("units", [])
-    return found
-
+"""Character, style and name of each state of a layer or head, as engines publish them."""
 
 _MOST_TO_SEE = ("computing", "reading", "resident", "waiting", "done", "pinned")
 """A cell of several layers shows the first of these states."""
 
-
-GLYPHS = {"pinned": "█", "waiting": "·", "reading": "░", "resident": "▒", "computing": "▶", "done": "─"}
-"""Characters of the states."""
 
 PARTS, REST = "█▓▒░◆▚▞", "·"
 """Characters of the parts of a bar, and of its rest."""
@@ -116,7 +105,7 @@ def model_lines(history: History) -> Iterator[Text]:
     published, facts = history.latest, history.facts
     yield _line("model", (model_name(published.state), "bold"))
     silent = time.time() - published.written
-    total, streamed = facts["model.bytes"], sum(unit["streamed_bytes"] for unit in units(published.state))
+    total, streamed = facts["model.bytes"], sum(unit["streamed_bytes"] for unit in published.state.get("units", ()))
     share = f", {streamed / total:.0%} streamed" if total else ""
     given, made = facts["passes.num_tokens_in"], facts["passes.num_tokens_out"]
     words = f"pid {published.pid}, {size(total)}{share}; tokens: {max(0.0, given - made):.0f} in, {made:.0f} out"
@@ -328,15 +317,15 @@ def _engines(histories: Sequence[History], chosen: int, canvas: Canvas) -> Itera
 
 def _layers(history: History, canvas: Canvas) -> Iterator[Text]:
     """Yield the pass under way, and where the weights of each layer are."""
-    found, failed = units(history.latest.state), history.facts["passes.num_failed"]
+    found, failed = history.latest.state.get("units", []), history.facts["passes.num_failed"]
     words = pass_words(history.facts, history.latest.clock, history.rates.tokens_per_second, found)
     yield _line("pass", words, (f"; {failed:.0f} failed" if failed else "", "bold red"))
     rows = strip([unit["state"] for unit in found], canvas.columns, MAX_STRIP_ROWS)
     repeat = max(1, min(3, canvas.columns // len(rows[0]))) if len(rows) == 1 else 1
     for i, row in enumerate(rows):
         label = f"{sum(unit['kind'] == 'layer' for unit in found)} layers" if i == 0 else ""
-        yield _line(label, *((GLYPHS[state] * repeat, STYLES[state]) for state in row))
-    yield from _legend([(f"{GLYPHS[s]} {WORDS.get(s, s)}", STYLES[s]) for s in STATES], canvas)
+        yield _line(label, *((STATES[state][0] * repeat, STATES[state][1]) for state in row))
+    yield from _legend([(f"{glyph} {name}", style) for glyph, style, name in STATES.values()], canvas)
 
 
 Series = tuple[str, float, str]

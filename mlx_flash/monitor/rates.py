@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from mlx_flash.memory.kernel import pressure
-from mlx_flash.telemetry import Facts, Json, Published, Sample, find, ratio, read
+from mlx_flash.telemetry import SHORTEST, Facts, Json, Published, Sample, find, ratio, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,6 @@ MINUTE = 60.0
 WINDOW_SECONDS = 4.0
 """Length of "now": enough for a few reads of a large model, and short enough to show a change."""
 
-SHORTEST_SECONDS = 1e-6
-"""Shorter times give no rate."""
-
 IDLE_SECONDS = 2.0
 """An engine is idle after this time without a call, and after several times the mean call."""
 
@@ -157,7 +154,7 @@ class History:
     def add(self, published: Published) -> None:
         """Add a published state, unless it was added before."""
         self.latest, self.facts = published, read(published.state)
-        if self._samples and published.clock - self._samples[-1].clock < SHORTEST_SECONDS:
+        if self._samples and published.clock - self._samples[-1].clock < SHORTEST:
             return
         under_way = max(0.0, published.clock - self.facts.get("passes.began", published.clock))
         in_calls = self.facts["passes.pass_seconds"] + under_way
@@ -234,7 +231,7 @@ class History:
             start, end = calls
             lasted, tokens = end.last_ended - start.last_ended, end.since(start, "passes.num_tokens_in")
             # The very first sample may lie anywhere within a call, so its counters grew for another time.
-            if tokens >= 1 and lasted > SHORTEST_SECONDS:
+            if tokens >= 1 and lasted > SHORTEST:
                 num_tokens = tokens * (end.clock - start.clock) / lasted
         routed, hits, predicted, right, nbytes = (
             end.since(start, f"experts.{name}")

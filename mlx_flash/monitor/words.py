@@ -9,9 +9,6 @@ from typing import Any
 
 from mlx_flash.telemetry import Json
 
-STATES = ("pinned", "waiting", "reading", "resident", "computing", "done")
-"""States of a layer or head, as engines publish them."""
-
 
 def model_name(state: Json) -> str:
     """Return the model's name without unprintable characters."""

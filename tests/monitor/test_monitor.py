@@ -29,9 +29,9 @@ from interrupt_points import interrupted_in, total_points
 from mlx_flash import __version__
 from mlx_flash import telemetry as facts
 from mlx_flash.commands.engines import Terminal, draw, print_lines
-from mlx_flash.monitor.frames import GLYPHS, PARTS, REST, bar, chart, frame, pass_words, strip
+from mlx_flash.monitor.frames import PARTS, REST, STATES, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
-from mlx_flash.monitor.words import STATES, duration, printable, rate, size, speed
+from mlx_flash.monitor.words import duration, printable, rate, size, speed
 from mlx_flash.telemetry import SCHEMA, Json, Publisher
 from models import LLAMA
 from monitored import MACHINE, SLOT, canvas, pool, published, run, state, text_of
@@ -125,7 +125,7 @@ def test_sparklines_bars_and_strips() -> None:
 
 
 def test_states_differ_without_colour() -> None:
-    assert set(GLYPHS) == set(STATES) and len(set(GLYPHS.values())) == len(STATES)
+    assert len({glyph for glyph, _, _ in STATES.values()}) == len(STATES)
     assert len({*PARTS, REST}) == 8
 
 
@@ -161,7 +161,7 @@ def test_everything_is_on_a_screen_of_80_by_24(num_layers: int) -> None:
     assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
     assert not [words for words in (*SHOWN, f"{num_layers} layers") if words not in text]
     cells = "".join(re.findall(r"[█·░▒▶─]+", "".join(lines[lines.index("") + 2 :][:3])))
-    assert all(glyph in cells for glyph in GLYPHS.values())
+    assert all(glyph in cells for glyph, _, _ in STATES.values())
 
 
 @pytest.mark.parametrize("num_layers", [1, 24, 130, 1000])

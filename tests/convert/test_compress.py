@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import utils as mlx_lm_utils
 
-import mlx_flash.convert.pack as compress_module
-from faulty import open_in_the_end, open_things, unfinished
+from faulty import open_in_the_end, open_things
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.cli import main
 from mlx_flash.convert.pack import PackReport, pack
@@ -25,7 +23,7 @@ from mlx_flash.storage import blocks as codec
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decoding_bytes
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
-from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, make_random_model, run, same_bits, save, stock
+from models import GEMMA3, LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 
 LARGER = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 TIED = {**LARGER, "tie_word_embeddings": True}
@@ -79,17 +77,6 @@ def test_same_bits_and_fewer_bytes(tmp_path: Path, name: str) -> None:
     assert same_bits(run(stock(tmp_path / "plain"), PREFILL_AND_DECODE), expected)
 
 
-def test_experts_that_mlx_lm_stacks(tmp_path: Path) -> None:
-    options = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2"]
-    options += ["--vocab-size=300", "--architecture=qwen3_moe", "--experts=6", "--experts-per-token=2"]
-    source = make_random_model(tmp_path / "source", *options, "--dtype=float32", "--naming=huggingface")
-    compressed(source, tmp_path / "packed")
-    names = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
-    assert any(".experts.5." in name for name in names)
-    with load_model(tmp_path / "packed", SMALLEST)[0] as model:
-        assert same_bits(run(model, [[5, 17, 9], [12]]), run(stock(source), [[5, 17, 9], [12]]))
-
-
 def test_routers_of_compressed_mixtures_stay_in_memory(tmp_path: Path) -> None:
     """Beside a pool of experts a router is never streamed, though it is compressed like all that passes may read."""
     config, dtype, bits = MODELS["mixture-fp32"]
@@ -141,28 +128,6 @@ def test_tensors_that_mlx_lm_computes_with_are_refused(
     monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.* is compressed"):
         load_model(dense[1], SMALLEST)
-
-
-def test_an_interrupted_run_goes_on(dense: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, expected = dense
-    encode, num_calls = compress_module.Encoder.encode, 0
-
-    def failing(self: Any, block: bytes, itemsize: int) -> bytes:
-        nonlocal num_calls
-        num_calls += threading.current_thread() is not threading.main_thread()  # the others are samples
-        if num_calls > 20:
-            raise KeyboardInterrupt
-        return encode(self, block, itemsize)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compress_module.Encoder, "encode", failing)
-        compressed(source, tmp_path / "packed", shard_bytes=2_000_000)
-    assert not (tmp_path / "packed").exists()
-    report = compressed(source, tmp_path / "packed", shard_bytes=2_000_000)
-    assert report.resumed_bytes > 0
-    assert not unfinished(tmp_path)
-    for path in expected.iterdir():
-        assert (tmp_path / "packed" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

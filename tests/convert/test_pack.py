@@ -318,16 +318,6 @@ def test_targets_in_use_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "begun.partial" / "thesis.txt").exists()
 
 
-def test_an_empty_folder_and_missing_parents_are_welcome(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LARGER)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    pack(source, tmp_path / "link")
-    pack(source, tmp_path / "a" / "b" / "packed")
-    assert names_on_disk(tmp_path / "empty") == names_on_disk(tmp_path / "a" / "b" / "packed")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "link", "source"]
-
-
 def test_what_cannot_be_done_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,14 +389,6 @@ def test_a_shard_that_is_not_complete_is_written_again(
     finished(source, tmp_path / "packed", **THREE_MB)
 
 
-def test_another_shard_size_keeps_nothing_stale(scattered: Callable[[str], Path], tmp_path: Path) -> None:
-    source = scattered("llama-fp32")
-    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=1_000_000)
-    report = finished(source, tmp_path / "packed", **THREE_MB)
-    assert report.resumed_bytes == 0
-    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == report.num_shards
-
-
 def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
     """Other bytes, same sizes and names: only the files themselves can tell."""
     source = save(tmp_path / "source", LARGER, num_shards=2)
@@ -470,15 +452,6 @@ def test_one_wrong_bit_is_found(scattered: Callable[[str], Path], tmp_path: Path
         pack(source, target, **THREE_MB, progress=progress)
     assert damaged and not damaged[0].exists() and not target.exists()
     finished(source, target, **THREE_MB)
-
-
-def test_a_packed_checkpoint_packs_to_itself(scattered: Callable[[str], Path], tmp_path: Path) -> None:
-    once = pack(scattered("llama-4bit"), tmp_path / "once", shard_bytes=500_000)
-    twice = pack(tmp_path / "once", tmp_path / "twice", shard_bytes=500_000)
-    assert once.num_shards == twice.num_shards
-    assert [len(reads_of(tmp_path / name)) for name in ("once", "twice")] == [num_units(tmp_path / "once")] * 2
-    for path in (tmp_path / "once").iterdir():
-        assert path.read_bytes() == (tmp_path / "twice" / path.name).read_bytes()
 
 
 MEASURE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +40,6 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import Arena, SlotArena, StackArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.planner import make_plan
-from mlx_flash.storage.ranges import RangeReader
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from saved_models import model_fixture
@@ -247,29 +245,6 @@ def test_stack_with_a_shared_array_is_read_whole(tiny: Any, shape: tuple[int, ..
     loaded.model.layers[1].mlp.switch_mlp.activation = Scaled()
     names = [stack.unit.name for stack in make_layout(loaded).experts]
     assert names == ["model.layers.0.mlp.switch_mlp", "model.layers.2.mlp.switch_mlp"]
-
-
-@pytest.mark.parametrize("pool_slots", [None, 9])
-def test_bounce_buffers_are_used_where_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool_slots: int | None
-) -> None:
-    """As on CUDA, where a disk must not write beside what is computed from."""
-    directory = save_tiny(tmp_path / "model", QWEN3_MOE)
-    expected = trace(stock(directory), CALLS[2:])
-    in_place: list[bool] = []
-    read = RangeReader._read_direct
-
-    def spy(self: RangeReader, part: Any, fd: int, target: memoryview) -> None:
-        in_place.append(not isinstance(target.obj, mmap.mmap))
-        read(self, part, fd, target)
-
-    monkeypatch.setattr(RangeReader, "_read_direct", spy)
-    for arrival in ("in place", "bounced"):
-        monkeypatch.setattr("mlx_flash.residency.machine.way_of_reading", lambda found=arrival: found)
-        in_place.clear()
-        with streamed_whole(directory, pool_slots=pool_slots) as model:
-            assert not find_difference(expected, trace(model, CALLS[2:]))
-        assert in_place and any(in_place) == (arrival == "in place")
 
 
 # Pools whose slots are rows of stacks, for kernels that take no gaps between experts.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from multiprocessing.connection import Connection
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +10,7 @@ import pytest
 import zoo
 from mlx_flash.experts.expertlayers import SORTED_SIZE
 from mlx_flash.experts.pool import ExpertPool
-from zoo.compare import GENERATIONS, LONGEST_CALL, compare, find_difference, same
-from zoo.pool import Case, outcome_of
+from zoo.compare import GENERATIONS, LONGEST_CALL, compare
 
 KINDS = [
     ("gemma3n", "bf16"),  # embeddings for each layer, shared key-value caches, a predicted residual
@@ -58,41 +54,6 @@ def test_functions_compiled_while_streamed_are_dropped(monkeypatch: pytest.Monke
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     outcome = compare("kimi_k3", "fp32", in_turns=True)
     assert outcome.status == "ok", outcome.reason
-
-
-def crash(case: Case, connection: Connection) -> None:
-    connection.send(case.name)
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def wait_for_ever(case: Case, connection: Connection) -> None:
-    signal.pause()
-
-
-def test_crashes_and_timeouts_are_named() -> None:
-    for phase, status in [("stock", "cannot"), ("streamed", "failed")]:
-        outcome = outcome_of(Case(phase, "fp32"), 60, crash)
-        assert (outcome.status, outcome.reason) == (status, "crash: SIGSEGV")
-    assert outcome_of(Case("llama", "fp32"), 0.5, wait_for_ever).reason == "no end after 0.5 s"
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "equal"),
-    [
-        (mx.array([0.0]), mx.array([-0.0]), False),
-        (mx.array([float("nan")]), mx.array([float("nan")]), True),
-        (mx.array([1.0]), mx.array([1.0], mx.bfloat16), False),
-        (mx.array([1, 2]), mx.array([1]), False),
-        (mx.array([True]), mx.array([True]), True),
-        (mx.zeros((0, 3)), mx.zeros((0, 3)), True),
-        (3, 3, True),
-        (3, 3.0, False),
-        (None, mx.array([1]), False),
-    ],
-)
-def test_bits_are_compared(left: Any, right: Any, equal: bool) -> None:
-    assert same(left, right) is equal
-    assert bool(find_difference([("x", left)], [("x", right)])) is not equal
 
 
 def test_experts_stream_through_pools_of_every_size() -> None:

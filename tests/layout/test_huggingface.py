@@ -62,22 +62,6 @@ def random_weights(config: Config, variant: str) -> Weights:
     return dict(tree_flatten(build(config, VARIANTS[variant]).parameters()))
 
 
-def with_single_experts(weights: Weights, stack: str, single: str, names: dict[str, str]) -> Weights:
-    """Split stacks of experts."""
-    result = {}
-    for name, array in weights.items():
-        found = re.fullmatch(rf"(.*\.){re.escape(stack)}\.(\w+)\.(\w+)", name)
-        if found is None:
-            result[name] = array
-            continue
-        for i, expert in enumerate(array):
-            result[f"{found[1]}{single}.{i}.{names[found[2]]}.{found[3]}"] = expert
-    return result
-
-
-PROJECTIONS = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
-
-
 def gemma3(directory: Path) -> None:
     config = configuration("gemma3")
     weights = random_weights(config, "bf16")
@@ -85,31 +69,21 @@ def gemma3(directory: Path) -> None:
 
 
 def mixtral(directory: Path) -> None:
-    config = configuration("mixtral")
+    config, result = configuration("mixtral"), Weights()
     names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    weights = random_weights(config, "fp32")
-    write(
-        directory,
-        config,
-        with_single_experts(weights, "block_sparse_moe.switch_mlp", "block_sparse_moe.experts", names),
-    )
+    for name, array in random_weights(config, "fp32").items():
+        if found := re.fullmatch(r"(.*\.block_sparse_moe)\.switch_mlp\.(\w+)\.weight", name):
+            result |= {f"{found[1]}.experts.{i}.{names[found[2]]}.weight": expert for i, expert in enumerate(array)}
+        else:
+            result[name] = array
+    write(directory, config, result)
 
 
-def qwen3_moe(directory: Path) -> None:
-    config = configuration("qwen3_moe")
-    weights = random_weights(config, "fp32")
-    write(directory, config, with_single_experts(weights, "mlp.switch_mlp", "mlp.experts", PROJECTIONS))
-
-
-DIRECT = {
-    "gemma3": gemma3,
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-}
+DIRECT = {"gemma3": gemma3, "mixtral": mixtral}
 
 
 def latent(weights: Weights) -> Weights:
-    """Rename to DeepSeek's form: the halves of the latent projection are one tensor, experts are single tensors."""
+    """Rename to DeepSeek's form: the halves of the latent projection are one tensor."""
     result = {}
     for name, array in weights.items():
         if name.endswith("embed_q.weight"):
@@ -118,7 +92,7 @@ def latent(weights: Weights) -> Weights:
             result[name.replace("embed_q", "kv_b_proj")] = joined.reshape(-1, joined.shape[-1])
         elif not name.endswith("unembed_out.weight"):
             result[name] = array
-    return with_single_experts(result, "mlp.switch_mlp", "mlp.experts", PROJECTIONS)
+    return result
 
 
 def deepseek_fp8(directory: Path) -> None:
@@ -137,67 +111,6 @@ def deepseek_fp8(directory: Path) -> None:
     write(directory, config, result, linear)
 
 
-def kimi_int4(directory: Path) -> None:
-    """Write a checkpoint without the experts' biases, which mlx-lm computes from their scales."""
-    config = configuration("deepseek_v3")
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    result = {}
-    for name, array in latent(random_weights(config, "fp32")).items():
-        if ".experts." not in name:
-            result[name] = array
-            continue
-        words, scales, _ = mx.quantize(array, group_size=32, bits=4)
-        result[f"{name}_packed"] = words.view(mx.int32)
-        result[f"{name}_scale"] = scales
-        result[f"{name}_shape"] = mx.array(array.shape, mx.int64)
-    write(directory, config, result)
-
-
-def gpt_oss_weights(config: Config) -> Weights:
-    """Interleave the rows of gate and up projections, as GPT-OSS does."""
-    result = {}
-    weights = random_weights(config, "fp32")
-    for name, array in weights.items():
-        if ".gate_proj." in name:
-            other = weights[name.replace("gate_proj", "up_proj")]
-            both = mx.stack([array, other], axis=2).reshape(array.shape[0], -1, *array.shape[2:])
-            result[name.replace("gate_proj.bias", "gate_up_proj_bias").replace("gate_proj", "gate_up_proj")] = both
-        elif ".up_proj." not in name:
-            result[name.replace("down_proj.bias", "down_proj_bias")] = array
-    return result
-
-
-def gpt_oss_mxfp4(directory: Path) -> None:
-    config = configuration("gpt_oss")
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    result = {}
-    for name, array in gpt_oss_weights(config).items():
-        if re.search(r"experts\.\w+\.weight", name):
-            words, scales = mx.quantize(array, group_size=32, bits=4, mode="mxfp4")
-            base = name.removesuffix(".weight")
-            result[f"{base}_blocks"] = words.view(mx.uint8).reshape(*scales.shape, 16)
-            result[f"{base}_scales"] = scales
-        else:
-            result[name] = array
-    write(directory, config, result)
-
-
-def llama4(directory: Path) -> None:
-    config = configuration("llama4")
-    weights = random_weights(config, "fp32")
-    result: Weights = {"vision_model.patches.weight": mx.ones((64, 64))}
-    for name, array in weights.items():
-        if ".experts.gate_proj." in name:
-            other = weights[name.replace("gate_proj", "up_proj")]
-            both = mx.concatenate([array, other], axis=1)
-            result[name.replace("gate_proj.weight", "gate_up_proj")] = both.swapaxes(1, 2)
-        elif ".experts.down_proj." in name:
-            result[name.removesuffix(".weight")] = array.swapaxes(1, 2)
-        elif ".experts.up_proj." not in name:
-            result[name] = array
-    write(directory, config, result)
-
-
 AWQ_ORDER = mx.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
@@ -208,36 +121,25 @@ def pack_awq(numbers: mx.array) -> mx.array:
     return words.astype(mx.uint32).view(mx.int32)
 
 
-def autoawq(method: str, has_zeros: bool) -> Callable[[Path], None]:
-    def make(directory: Path) -> None:
-        config = {**configuration("llama"), "num_hidden_layers": 2}
-        config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
-        result: Weights = {}
-        for name, array in random_weights(config, "fp16").items():
-            if not re.search(r"layers\.\d+\..*_proj\.weight", name):
-                result[name] = array
-                continue
-            base, (rows, columns) = name.removesuffix(".weight"), array.shape
-            result[f"{base}.qweight"] = pack_awq(mx.random.randint(0, 16, (columns, rows)))
-            result[f"{base}.scales"] = (0.01 + 0.01 * mx.random.uniform(shape=(columns // 32, rows))).astype(mx.float16)
-            if has_zeros:
-                result[f"{base}.qzeros"] = pack_awq(mx.random.randint(6, 10, (columns // 32, rows)))
-        write(directory, config, result)
-
-    return make
+def awq(directory: Path) -> None:
+    config = {**configuration("llama"), "num_hidden_layers": 2}
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    result: Weights = {}
+    for name, array in random_weights(config, "fp16").items():
+        if not re.search(r"layers\.\d+\..*_proj\.weight", name):
+            result[name] = array
+            continue
+        base, (rows, columns) = name.removesuffix(".weight"), array.shape
+        result[f"{base}.qweight"] = pack_awq(mx.random.randint(0, 16, (columns, rows)))
+        result[f"{base}.scales"] = (0.01 + 0.01 * mx.random.uniform(shape=(columns // 32, rows))).astype(mx.float16)
+        result[f"{base}.qzeros"] = pack_awq(mx.random.randint(6, 10, (columns // 32, rows)))
+    write(directory, config, result)
 
 
 SOME = TURNS[1]
 """Generations that are compared: where bytes come from is the same for all. `test_zoo` runs all of them."""
 
-DERIVED = {
-    "deepseek_v3-fp8": deepseek_fp8,
-    "kimi-int4": kimi_int4,
-    "gpt_oss-mxfp4": gpt_oss_mxfp4,
-    "llama4": llama4,
-    "awq": autoawq("awq", True),
-    "gptq": autoawq("gptq", False),
-}
+DERIVED = {"deepseek_v3-fp8": deepseek_fp8, "awq": awq}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,22 +137,6 @@ def test_an_interrupted_rehearsal_leaves_other_models_alone(
         layout_of(directory)
     assert same_bits(run(stock(directory), [[1, 2, 3]]), expected)
     layout_of(directory)
-
-
-def test_two_mixtures_are_rehearsed_at_once(tmp_path: Path) -> None:
-    directory = save(tmp_path, QWEN3_MOE)
-    first, expected = load_lazily(directory, read_checkpoint(directory)), layout_of(directory)[1]
-    inner: list[ModelLayout] = []
-
-    def make_cache(model: nn.Module) -> list[Any]:
-        inner.append(layout_of(directory)[1])
-        return first.make_cache(model)
-
-    outer = make_layout(replace(first, make_cache=make_cache))
-    assert inner
-    for layout in (outer, *inner):
-        assert [unit.name for unit in layout.units] == [unit.name for unit in expected.units]
-        assert len(layout.experts) == len(expected.experts) == QWEN3_MOE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

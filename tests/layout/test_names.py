@@ -3,75 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.names import known_models, repository_of
-
-_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128_256, "num_key_value_heads": 8}
-_QWEN = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
-}
-_MIXTURE = {
-    **_QWEN,
-    "model_type": "qwen3_moe",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "num_key_value_heads": 4,
-}
-
-
-def _shape(width: int, hidden: int, layers: int, heads: int) -> dict[str, int]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {**_LLAMA, **_shape(2048, 8192, 16, 32), "head_dim": 64, "tie_word_embeddings": True},
-    "llama-3.2-3b": {**_LLAMA, **_shape(3072, 8192, 28, 24), "head_dim": 128, "tie_word_embeddings": True},
-    "llama-3.1-8b": {**_LLAMA, **_shape(4096, 14_336, 32, 32), "tie_word_embeddings": False},
-    "llama-3.3-70b": {**_LLAMA, **_shape(8192, 28_672, 80, 64), "tie_word_embeddings": False},
-    "mistral-7b": {**_LLAMA, **_shape(4096, 14_336, 32, 32), "tie_word_embeddings": False, "vocab_size": 32_768},
-    "qwen3-8b": {**_QWEN, **_shape(4096, 12_288, 36, 32), "model_type": "qwen3", "num_key_value_heads": 8},
-    "qwen3-32b": {**_QWEN, **_shape(5120, 25_600, 64, 64), "model_type": "qwen3", "num_key_value_heads": 8},
-    "qwen3-30b-a3b": {**_MIXTURE, **_shape(2048, 6144, 48, 32), "moe_intermediate_size": 768},
-    "qwen3-235b-a22b": {**_MIXTURE, **_shape(4096, 12_288, 94, 64), "moe_intermediate_size": 1536},
-}
-"""The shapes of rows whose models all have 4 bits."""
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bytes_of_the_table_are_those_of_mlx_lm(name: str) -> None:
-    known, config = known_models()[name], CONFIGS[name]
-    kind, settings = _get_classes(config)
-    model = kind(settings.from_dict(config))
-    model.apply(lambda array: array.astype(mx.bfloat16))
-    nn.quantize(model, 64, 4)  # nothing is computed
-    sizes = {path: array.nbytes for path, array in tree_flatten(model.parameters())}
-    assert sum(sizes.values()) == pytest.approx(known.bytes, rel=1e-3)  # routers have 4 bits here, some have 8
-    experts = sum(nbytes for path, nbytes in sizes.items() if "switch_mlp" in path)
-    table = sum(nbytes for path, nbytes in sizes.items() if "embed_tokens" in path)
-    assert experts == known.experts
-    idle = experts - known.chosen_bytes + (0 if config["tie_word_embeddings"] else table)
-    assert known.bytes - known.token == idle
 
 
 def test_rows_make_sense() -> None:

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_pools import with_pool
-from mlx_flash.experts.pool import READS_PAST_CACHE
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.prefetcher import CACHED_BLOCK_BYTES, REFRESH_SECONDS, BackgroundPrefetcher, CachedShare
 from mlx_flash.storage.ranges import RangeReader
@@ -128,25 +126,3 @@ def test_model_reads_the_share_through_the_page_cache(
     expected = share if io == "auto" else 0
     assert abs(stats.cached_bytes / stats.nbytes - expected) < 0.25
     assert all(reads) == (expected == 1)  # rows of embeddings are kept in any case
-
-
-@pytest.mark.parametrize("exact_rows", [True, False])
-def test_experts_go_past_the_page_cache_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact_rows: bool
-) -> None:
-    directory = save_tiny(tmp_path, QWEN3_MOE, mx.float32)
-    monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: 10**9)
-    reads: dict[tuple[Path, int], list[bool]] = {}
-    real = RangeReader.read
-
-    def spy(self: RangeReader, *args: Any) -> None:
-        part, _, through_cache = args
-        reads.setdefault((part.segment.path, part.start), []).append(through_cache)
-        real(self, *args)
-
-    with with_pool(directory, 12, exact_rows=exact_rows, io="auto") as model:
-        monkeypatch.setattr(RangeReader, "read", spy)
-        run(model, [[i] for i in range(40)])
-    past = READS_PAST_CACHE if exact_rows else 0
-    assert max(map(len, reads.values())) > past
-    assert all(not any(uses[:past]) and all(uses[past:]) for uses in reads.values())

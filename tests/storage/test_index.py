@@ -10,13 +10,10 @@ from typing import cast
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import CheckpointError, IndexFileError
-from mlx_flash.storage.safetensors import absent_shards
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 
 INDEX = "model.safetensors.index.json"
@@ -73,15 +70,3 @@ def test_a_tensor_that_sanitize_lacks_is_missing(tmp_path: Path) -> None:
     (directory / INDEX).write_text(STALE)
     with pytest.raises(IndexFileError, match=r"such as 'model.layers.1.mlp.experts.3.up_proj.weight': the index names"):
         prepare(directory, FlashConfig(ram_budget_gb=2.0))
-
-
-@given(names=st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text())), absent=st.just("absent"))
-def test_only_names_are_taken_from_an_index(
-    tmp_path_factory: pytest.TempPathFactory, names: dict[str, object], absent: str
-) -> None:
-    folder = tmp_path_factory.mktemp("indexed")
-    (folder / "here").touch()
-    (folder / INDEX).write_text(json.dumps({"weight_map": {**names, "a": absent, "b": "here"}}))
-    found = absent_shards(folder)
-    assert absent in found or names.get("a")
-    assert all(name.isprintable() and name != "here" for name in found)

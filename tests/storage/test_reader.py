@@ -8,7 +8,6 @@ import gc
 import mmap
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -514,53 +513,6 @@ def test_cancel_waits_for_writers(shard: Path) -> None:
     load.check(reader)
 
 
-@contextlib.contextmanager
-def interrupted(seconds: float) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """In the block, no read returns before an interrupt; a read that has begun takes some seconds more.
-
-    Yields what interrupts a block of the main thread, while a read is in flight.
-    """
-    is_reading, is_sent = threading.Event(), threading.Event()
-
-    def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        is_reading.set()
-        is_sent.wait(20)
-        time.sleep(seconds)
-        return read()
-
-    def send() -> None:
-        time.sleep(0.05)
-        target = threading.main_thread().ident
-        assert target is not None
-        signal.pthread_kill(target, signal.SIGINT)
-        is_sent.set()
-
-    @contextlib.contextmanager
-    def strikes() -> Iterator[None]:
-        assert is_reading.wait(20)
-        thread = threading.Thread(target=send)
-        with pytest.raises(KeyboardInterrupt):
-            thread.start()
-            yield
-        thread.join()
-
-    with reads(hook):
-        yield strikes
-
-
-@pytest.mark.parametrize("urgent", [False, True])
-def test_interrupt_while_waiting(shard: Path, urgent: bool) -> None:
-    load = small_load(shard, count=12)
-    reader = open_reader(shard, queue_depth=3)
-    with interrupted(0.15) as strikes:
-        ticket = load.submit(reader, urgent=urgent)
-        with strikes():
-            ticket.wait()
-        ticket.cancel()
-        check_quiet(load, 0.35)
-    load.check(reader)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_close_ends_threads_and_closes_files(shard: Path, mode: str) -> None:
     load = small_load(shard)
@@ -593,24 +545,6 @@ def test_close_with_reads_in_flight(shard: Path, urgent: bool) -> None:
     with pytest.raises(ClosedError):
         ticket.wait()
     assert descriptors() == before
-
-
-@pytest.mark.parametrize("urgent", [False, True])
-def test_interrupt_while_closing(shard: Path, urgent: bool) -> None:
-    load = small_load(shard, count=12)
-    before = descriptors()
-    reader = open_reader(shard, queue_depth=1)
-    with interrupted(0.2) as strikes:
-        ticket = load.submit(reader, urgent=urgent)
-        with strikes():
-            reader.close()
-        with pytest.raises(ClosedError):
-            load.submit(reader)
-        reader.close()
-        assert ticket.done()
-        assert descriptors() == before
-        check_quiet(load)
-    assert not reader_threads()
 
 
 def locked(path: Path) -> Path:

@@ -17,19 +17,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten
-from mlx_lm import utils as mlx_lm_utils
 
-import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
 from mlx_flash.convert.pack import (
     DATA_ALIGNMENT,
     NOTE_NAME,
     PackReport,
-    ShardPlan,
-    TensorSpec,
-    cut,
     pack,
     streaming_order,
 )
@@ -452,39 +446,3 @@ def test_one_wrong_bit_is_found(scattered: Callable[[str], Path], tmp_path: Path
         pack(source, target, **THREE_MB, progress=progress)
     assert damaged and not damaged[0].exists() and not target.exists()
     finished(source, target, **THREE_MB)
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-from mlx_flash.layout.load import load_lazily
-from mlx_flash.convert.pack import pack
-from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.memory.footprint import peak_footprint
-load_lazily(Path(sys.argv[1]), read_checkpoint(Path(sys.argv[1])))
-before = peak_footprint()
-pack(Path(sys.argv[1]), Path(sys.argv[2]))
-print(peak_footprint() - before)
-"""
-
-
-def save_zeros(directory: Path, config: dict[str, Any]) -> Path:
-    """A model without the time that random numbers take; its data begins at an odd offset."""
-    model_class, args_class = mlx_lm_utils._get_classes(config)
-    parameters = tree_flatten(model_class(args_class.from_dict(config)).parameters())  # never evaluated
-    tensors = [TensorSpec(name, "F32", tuple(array.shape)) for name, array in parameters]
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    shard = ShardPlan("model.safetensors", tensors, alignment=5)
-    shard.write(directory, lambda tensor: cut(memoryview(bytes(tensor.nbytes))))
-    return directory
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    """200 MB, of which the largest tensor has 131 MB."""
-    big = {**LARGER, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
-    source = save_zeros(tmp_path / "source", {**big, "tie_word_embeddings": True})
-    assert read_checkpoint(source).nbytes > 200_000_000
-    done = children.run("-c", MEASURE, source, tmp_path / "packed")
-    assert done.returncode == 0, done.stderr.decode()
-    assert int(done.stdout) < 40_000_000

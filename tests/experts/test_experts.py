@@ -33,7 +33,7 @@ from mlx_flash import ReadError, enginethread
 from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts import pooledstacks
-from mlx_flash.experts.pool import ABSENT
+from mlx_flash.experts.pool import ABSENT, READS_PAST_CACHE
 from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
@@ -127,6 +127,7 @@ def test_any_pool_gives_stock_bits(tiny: Any, name: str, trunk: str, pool_slots:
     exact_rows = exact_rows and mx.default_device() == mx.cpu
     with with_pool(directory, pool_slots, trunk, exact_rows=exact_rows) as model:
         pool = pool_of(model)
+        assert pool._reads_past_cache == (READS_PAST_CACHE if exact_rows else 0)
         assert not find_difference(expected, trace(model, CALLS))
         assert not find_difference(expected, trace(model, CALLS))
         check_slots(pool)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 import zoo
 from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, _Gate, ranks_of
+from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, ranks_of
 from mlx_flash.experts.pool import ABSENT
 from mlx_flash.experts.pooledstacks import PooledStacks
-from mlx_flash.layout.swap import own_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM
 from models import QWEN3_MOE, run, same_bits, stock
@@ -98,14 +96,6 @@ def test_scores_of_most_architectures_are_observed(tmp_path: Path) -> None:
         assert prepared.layout.experts
         for stack in prepared.layout.experts:
             assert stack.gate is not None and modules[id(stack.gate)].endswith(gate)
-
-
-def test_gate_gets_its_class_back(tiny: Path) -> None:
-    with with_pool(tiny, 24) as model:
-        gates = [stack.gate for stack in model.layout.experts]
-        assert [isinstance(gate, _Gate) for gate in gates] == [False, True, True]
-        assert {own_class(gate) for gate in gates} == {nn.Linear}
-    assert {type(gate) for gate in gates} == {nn.Linear}
 
 
 TOKENS = [[(7 * i + i * i) % 1000] for i in range(100)]

@@ -10,15 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import utils as mlx_lm_utils
 
 import mlx_flash
 from adapters import save_adapter
 from mlx_flash import FlashConfig
 from mlx_flash.engine.lifecycle import ModelManager
-from mlx_flash.errors import CheckpointError, StreamedWeightsError
+from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.adapterfiles import CONFIG_NAME, WEIGHTS_NAME, check_adapter
-from mlx_flash.loading import apply_adapter
 from models import LLAMA
 from saved_models import model_fixture
 
@@ -94,22 +92,7 @@ def test_a_damaged_adapter_is_refused_with_its_file(tmp_path: Path, base: Path, 
     assert ModelManager.of_process().budget_bytes == 0  # the model that got no adapter is no model any more
 
 
-def test_half_of_a_pair_is_refused_where_mlx_lm_applies_the_adapter(tmp_path: Path, base: Path) -> None:
-    adapter = save_adapter(tmp_path / "adapter", base, "lora", 2)
-    change_weights(adapter, without_first)
-    with mlx_flash.apply_flash_patch(FlashConfig(ram_budget_gb=1)):
-        model = mlx_lm_utils.load_model(base)[0]
-    with model, pytest.raises(CheckpointError, match="its counterpart"):
-        mlx_lm_utils.load_adapters(model, str(adapter))
-
-
 def test_a_full_fine_tune_may_have_some_tensors_of_a_pair(tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text('{"fine_tune_type": "full"}')
     mx.save_safetensors(str(tmp_path / WEIGHTS_NAME), {"layers.0.lora_a": mx.zeros((1,))})
     check_adapter(tmp_path)
-
-
-def test_errors_of_mlx_flash_stay_as_they_are(tmp_path: Path, base: Path) -> None:
-    adapter = str(save_adapter(tmp_path / "adapter", base, "lora", 2))
-    with mlx_flash.load_model(base, FlashConfig(ram_budget_gb=1))[0] as model, pytest.raises(StreamedWeightsError):
-        apply_adapter(model, adapter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -298,17 +297,3 @@ def test_unequal_rows_are_refused() -> None:
     for other in (first[:1], [record("a", 0, 8), record("b", 8, 9)], [record("a", 0, 8), record("b", 8, 2, "F32")]):
         with pytest.raises(ValueError, match=r"row 1 has .*row 0 has"):
             place_rows([first, other])
-
-
-@pytest.mark.parametrize("tail", [0, 100])
-def test_place_takes_linear_time(tail: int) -> None:
-    def seconds(num_rows: int) -> float:
-        rows = stacked(0, [4 * DIRECT_ALIGNMENT + tail] * 9, num_rows)
-        times = []
-        for _ in range(5):
-            began = time.process_time()
-            placements_of(rows)
-            times.append(time.process_time() - began)
-        return min(times)
-
-    assert seconds(1600) < 40 * seconds(100)  # 16 times as many; 256 times as long, were it quadratic

@@ -115,17 +115,6 @@ def test_block_that_is_lost_in_any_round_is_caught(monkeypatch: pytest.MonkeyPat
     assert run_selftest().way == "bounced"
 
 
-def test_writes_that_arrive_at_a_neighbour_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[memoryview] = []
-
-    def spoil(target: memoryview) -> None:
-        seen.append(target)
-        flip(seen[len(seen) // 2])
-
-    lose(monkeypatch, "_read_direct", spoil)
-    assert run_selftest().lost["in place"] > 0
-
-
 def test_device_that_sees_old_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor sees every byte here, the device computes from what was there before."""
 

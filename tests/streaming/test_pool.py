@@ -35,7 +35,7 @@ from mlx_flash.streaming.stream import POISON
 
 Experts = list[tuple[int, int]]
 
-STACKED, SINGLE, UNALIGNED = range(3)
+STACKED, SINGLE = range(2)
 NUM_EXPERTS = (6, 5, 4)
 SIZES = ((4096, 8192), (3000, 500, 1100), (700, 5001))
 """Bytes of each tensor of an expert, in each layer."""
@@ -346,18 +346,6 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
     found = pool.adopt(1, [2, 3, 4], pool.spared(1, [2, 3, 4]))
     assert list(found) == [2]
     assert resident(pool) == [(0, 0), (1, 2)]
-
-
-def test_an_expert_that_stayed_gives_way_to_the_next_one(checkpoint: Checkpoint, reader: BackgroundPrefetcher) -> None:
-    pool = checkpoint.pool(2, reader)
-    pool.use(0, numbers([0, 1]), numbers([9, 3]), 10)
-    bring(pool, 0, 0, 1)
-    pool.use(1, numbers([2]), numbers([1]), 10)
-    pool.use(2, numbers([3]), numbers([5]), 10)
-    pool.clear_head(0)
-    assert not pool.adopt(1, [2], set())
-    assert list(pool.adopt(2, [3], set())) == [3]
-    assert resident(pool) == [(0, 0), (2, 3)]
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ from mlx_flash.storage.blocks import (
     num_blocks,
     num_cores,
 )
-from mlx_flash.storage.ranges import read_pieces
+from mlx_flash.storage.prefetcher import read_pieces
 from mlx_flash.storage.safetensors import (
     CODED,
     COMPRESSED_NAME,

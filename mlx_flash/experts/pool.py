@@ -18,8 +18,7 @@ from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.units import place_experts
 from mlx_flash.memory.arena import SlotArena, StackArena
 from mlx_flash.storage.placement import PlacedRows, Segment
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching, Reads, Ticket
-from mlx_flash.storage.ranges import Buffer
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Buffer, Caching, Reads, Ticket
 from mlx_flash.streaming.stream import POISON
 
 Expert = tuple[int, int]

@@ -35,8 +35,7 @@ from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVO
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.ranges import Arrival, SourceFile
+from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile
 from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.storage.workers import Work, Workers

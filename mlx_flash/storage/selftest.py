@@ -28,9 +28,8 @@ from mlx_flash.memory.driver import DriverError
 from mlx_flash.memory.footprint import free_unused
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
+from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher
 from mlx_flash.storage.probe import DiskProfile, Measurements, disk_profile, folder_profile, temporary_file
-from mlx_flash.storage.ranges import Arrival
 from mlx_flash.version import VERSION
 
 ROUNDS = 20

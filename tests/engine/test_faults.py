@@ -184,7 +184,7 @@ def test_reads_that_fail(
     where = rf"'model.*' \(\d+ bytes at offset \d+\) in {checkpoint.directory}/.*offset \d+"
     gc.collect()
     before = open_things()
-    monkeypatch.setattr("mlx_flash.storage.ranges.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("mlx_flash.storage.prefetcher.RETRY_SECONDS", 0.001)
     with streamed(checkpoint.directory, io=io) as model:
         model.start()
         for fault, wrapped in (HARMLESS | FAILURES).items():
@@ -219,7 +219,7 @@ def test_small_parameters_that_cannot_be_read_are_named(
     name: str, checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read at the start, whatever the budget is."""
-    monkeypatch.setattr("mlx_flash.storage.ranges.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("mlx_flash.storage.prefetcher.RETRY_SECONDS", 0.001)
     folder = checkpoints["dense"].directory
     record = read_checkpoint(folder).tensors[name]
     config = FlashConfig(ram_budget_gb="min", context_length=64, telemetry=False)

@@ -27,7 +27,7 @@ from faulty import threads_of_models
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
 from mlx_flash.kv.diskcache import DiskKVCache
-from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.prefetcher import RangeReader
 
 T = TypeVar("T")
 CHUNKS = [[5, 17, 900, 3, 42, 64], [12], [999]]

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_flash import enginethread
 from mlx_flash.forks import THREAD_PREFIX, wait_for_finalizers
-from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage import prefetcher as prefetcher_module
 
 CREATING = ("mkdir", "open", "replace", "rename", "ftruncate", "truncate", "pwrite", "write", "sendfile", "fsync")
 """Functions of ``os`` that write. All but the last need room on the disk."""
@@ -129,8 +129,8 @@ class Disk:
         self.gate = threading.Event()
         self.gate.set()
         self.real: Preadv = os.preadv
-        monkeypatch.setattr(ranges_module.os, "preadv", self.preadv)
-        monkeypatch.setattr(ranges_module, "RETRY_SECONDS", 0)
+        monkeypatch.setattr(prefetcher_module.os, "preadv", self.preadv)
+        monkeypatch.setattr(prefetcher_module, "RETRY_SECONDS", 0)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.gate.wait(20)

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.prefetcher import CACHED_BLOCK_BYTES, REFRESH_SECONDS, BackgroundPrefetcher, CachedShare
-from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.prefetcher import (
+    CACHED_BLOCK_BYTES,
+    REFRESH_SECONDS,
+    BackgroundPrefetcher,
+    CachedShare,
+    RangeReader,
+)
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from reading import Load, packed, write_file

@@ -30,10 +30,9 @@ from mlx_flash.errors import (
     TruncatedFileError,
 )
 from mlx_flash.memory.pagecache import is_cached, open_direct
-from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage import prefetcher as prefetcher_module
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Caching
-from mlx_flash.storage.ranges import RETRIES, Arrival
+from mlx_flash.storage.prefetcher import RETRIES, Arrival, BackgroundPrefetcher, Caching
 from mlx_flash.storage.safetensors import TensorRecord
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
 
@@ -75,7 +74,7 @@ def reads(hook: Hook) -> Iterator[None]:
         return hook(lambda: real(fd, buffers, offset), buffers[0], offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges_module.os, "preadv", preadv)
+        patch.setattr(prefetcher_module.os, "preadv", preadv)
         yield
 
 

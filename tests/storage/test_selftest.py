@@ -15,7 +15,7 @@ from fakedriver import FakeDriver
 from mlx_flash import FlashConfig, SelfTestError, load_model
 from mlx_flash.memory.arena import Arena
 from mlx_flash.storage import selftest
-from mlx_flash.storage.ranges import RangeReader
+from mlx_flash.storage.prefetcher import RangeReader
 from mlx_flash.storage.selftest import RESULTS, reads_directly, run_selftest, way_of_reading
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_flash.errors import FileChangedError, TruncatedFileError
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher
-from mlx_flash.storage.ranges import SourceFile
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher, SourceFile
 from reading import PAGE, Load, descriptors, packed, write_file
 
 NBYTES = 500_123

@@ -27,7 +27,7 @@ from mlx_flash.errors import ClosedError, ReadError
 from mlx_flash.experts.pool import ABSENT, Bytes, ExpertPool, PoolLayer
 from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage import ranges as ranges_module
+from mlx_flash.storage import prefetcher as prefetcher_module
 from mlx_flash.storage.placement import place_rows
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads
 from mlx_flash.storage.safetensors import TensorRecord
@@ -364,7 +364,7 @@ def test_arrived_experts_are_used_before_late_ones(
             gate.wait(20)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(ranges_module.os, "preadv", preadv)
+    monkeypatch.setattr(prefetcher_module.os, "preadv", preadv)
     left = pool.request(0, [0, 1, 2])
     while len(left) > 1:
         came = pool.wait_any(0, left)

@@ -192,14 +192,3 @@ def test_memory_that_is_read_once_is_committed_by_reading(seconds: float, monkey
     del numbers
     gc.collect()
     assert footprint() - before < nbytes // 4
-
-
-def test_memory_that_was_written_gets_its_huge_pages_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system commits no pages when they are read into, all are there, and none waits for a huge one."""
-    found = list[bool]()
-    monkeypatch.setattr("mlx_flash.memory.arena.commits_lazily", lambda: False)
-    monkeypatch.setattr("mlx_flash.memory.arena.use_huge_pages", lambda _, at_once: found.append(at_once))
-    monkeypatch.setattr("mlx_flash.memory.arena.PageChoice.take", lambda *_: found.append(False))
-    Arena(3 * HUGE_PAGE)
-    Arena(3 * HUGE_PAGE, is_read_once=True)
-    assert found == [True]

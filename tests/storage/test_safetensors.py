@@ -93,22 +93,6 @@ def _checkpoint(directory: Path) -> Path:
     return directory
 
 
-@st.composite
-def _tables(draw: st.DrawFn) -> dict[str, np.ndarray]:
-    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=6, unique=True))
-    table = {}
-    for name in names:
-        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-        dtype = draw(st.sampled_from(list(_NUMPY_DTYPES.values())))
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        raw = draw(st.binary(min_size=nbytes, max_size=nbytes))
-        # Booleans other than 0 and 1 have no meaning.
-        raw = bytes(byte & 1 for byte in raw) if dtype == np.bool_ else raw
-        table[name] = np.frombuffer(raw, dtype).reshape(shape)
-    table.pop("__metadata__", None)
-    return table
-
-
 @pytest.fixture(scope="module")
 def scratch() -> Iterator[Path]:
     """A folder for examples of hypothesis, which outlive a function's tmp_path."""
@@ -127,23 +111,6 @@ def test_every_dtype_of_whole_bytes_has_the_size_that_safetensors_gives_it(tmp_p
         with safe_open(path, "np") as file:  # which refuses a file whose offsets disagree with the size
             assert list(file.keys()) == ["x"]
         assert read_shard(path).tensors[0].nbytes == 3 * size
-
-
-@settings(max_examples=60, deadline=None)
-@given(table=_tables())
-def test_any_table_of_tensors_is_read_back(scratch: Path, table: dict[str, np.ndarray]) -> None:
-    path = scratch / "table.safetensors"
-    save_file(table, path)
-
-    shard = read_shard(path)
-
-    _assert_consistent(shard)
-    records = _by_name(shard)
-    assert records.keys() == table.keys()
-    for name, values in table.items():
-        assert _NUMPY_DTYPES[records[name].dtype] == values.dtype
-        assert records[name].shape == values.shape
-        assert _bytes_of(records[name]) == values.tobytes()
 
 
 def test_holes_and_empty_tensors_are_accepted_as_by_mlx(tmp_path: Path) -> None:

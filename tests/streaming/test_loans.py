@@ -74,31 +74,6 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert read_bytes(model, [[1]]) == whole + row
 
 
-def test_a_recall_ends_no_more_loans_than_it_needs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that are not in a slot give first. What is freed goes back to the system."""
-    freed: list[int] = []
-    with streamed_whole(directory) as model:
-        loans = loans_of(model)
-        loans.lend(EVERYTHING)
-        run(model, [[1], [2]])
-        monkeypatch.setattr("mlx_flash.streaming.stream.release_freed_memory", lambda: freed.append(loans.nbytes))
-        before, num = loans.nbytes, len(loans._lent)
-        loans.recall(0)
-        assert loans.nbytes == before and not freed
-        loans.recall(1)
-        first = before - loans.nbytes
-        assert first > 0 and freed == [loans.nbytes] and len(loans._lent) == num - 1
-        wait_for_reads(model)
-        array = min(loans._lent, key=lambda array: loans._stream.units[array.unit].is_in_slot)
-        loans.recall(array.nbytes)
-        assert len(loans._lent) == num - 2
-        in_slots = [array for array in loans._lent if loans._stream.units[array.unit].is_in_slot]
-        others = loans.nbytes - sum(array.nbytes for array in in_slots)
-        assert in_slots and others > 0
-        loans.recall(others)
-        assert list(loans._lent) == in_slots
-
-
 def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
     with streamed_whole(directory) as model:
         loans = loans_of(model)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile
 from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
-from mlx_flash.storage.workers import Work, Workers
+from mlx_flash.storage.workers import Workers
 
 CHUNK_TOKENS = 8192
 """Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
@@ -242,12 +243,44 @@ class PageReader(BackgroundPrefetcher):
             file.close()
 
 
-class Write(Work):
-    """A write of some bytes that is queued."""
+class Write:
+    """A write of some bytes that is queued. An interrupt of those who wait leaves no lock held, as of a ``Future``."""
 
     def __init__(self, nbytes: int, write: Callable[[], None]) -> None:
-        super().__init__(write)
         self.nbytes = nbytes
+        self.is_done = False
+        self._work: Callable[[], None] | None = write
+        self._error: BaseException | None = None
+        self._under_way = threading.Lock()  # held until it has ended
+        self._under_way.acquire()
+
+    def run(self, error: BaseException | None = None) -> None:
+        """Do it, unless there is a reason not to. In the thread that works."""
+        work, self._work, self._error = self._work, None, error
+        assert work is not None
+        try:
+            if error is None:
+                work()
+        except BaseException as found:  # noqa: BLE001 those who wait get it
+            self._error = found
+        finally:
+            self.is_done, under_way = True, self._under_way
+            del self, work, error  # the traceback refers to this frame
+            under_way.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end, at most so many seconds where no signals arrive. Return whether it came."""
+        if seconds is None:
+            with self._under_way:
+                return True
+        if is_done := self._under_way.acquire(timeout=seconds):
+            self._under_way.release()
+        return is_done
+
+    def failure(self) -> BaseException | None:
+        """Wait for the end. Return the error of the work; None if there is none."""
+        self.wait()
+        return self._error
 
 
 class WriteBehind:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -252,9 +253,10 @@ def place_rows(rows: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Pl
         ValueError: a tensor has another size or dtype in some row.
     """
     first = rows[0] if rows else ()
-    expected = [(record.nbytes, record.dtype) for record in first]
+    kind = attrgetter("nbytes", "dtype")
+    expected = [*map(kind, first)]
     for i, row in enumerate(rows):
-        if (found := [(record.nbytes, record.dtype) for record in row]) != expected:
+        if (found := [*map(kind, row)]) != expected:
             raise ValueError(f"row {i} has tensors of (bytes, dtype) {found}, row 0 has {expected}")
     offsets = [0] * len(first)
     in_place: list[tuple[list[int], int]] = []

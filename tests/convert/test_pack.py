@@ -383,6 +383,14 @@ def test_a_shard_that_is_not_complete_is_written_again(
     finished(source, tmp_path / "packed", **THREE_MB)
 
 
+def test_another_shard_size_keeps_nothing_stale(scattered: Callable[[str], Path], tmp_path: Path) -> None:
+    source = scattered("llama-fp32")
+    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=1_000_000)
+    report = finished(source, tmp_path / "packed", **THREE_MB)
+    assert report.resumed_bytes == 0
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == report.num_shards
+
+
 def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
     """Other bytes, same sizes and names: only the files themselves can tell."""
     source = save(tmp_path / "source", LARGER, num_shards=2)

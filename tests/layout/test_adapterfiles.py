@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm import utils as mlx_lm_utils
 
 import mlx_flash
 from adapters import save_adapter
@@ -96,3 +97,12 @@ def test_a_full_fine_tune_may_have_some_tensors_of_a_pair(tmp_path: Path) -> Non
     (tmp_path / CONFIG_NAME).write_text('{"fine_tune_type": "full"}')
     mx.save_safetensors(str(tmp_path / WEIGHTS_NAME), {"layers.0.lora_a": mx.zeros((1,))})
     check_adapter(tmp_path)
+
+
+def test_half_of_a_pair_is_refused_where_mlx_lm_applies_the_adapter(tmp_path: Path, base: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base, "lora", 2)
+    change_weights(adapter, without_first)
+    with mlx_flash.apply_flash_patch(FlashConfig(ram_budget_gb=1)):
+        model = mlx_lm_utils.load_model(base)[0]
+    with model, pytest.raises(CheckpointError, match="its counterpart"):
+        mlx_lm_utils.load_adapters(model, str(adapter))

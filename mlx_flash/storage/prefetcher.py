@@ -464,15 +464,6 @@ class Ticket:
         self._num_left -= len(self._waiting)
         self._waiting.clear()
 
-    def _note_end(self, number: int, error: BaseException | None) -> bool:
-        """Note the end of a task. After one that failed, nobody needs the others. Return whether all have ended."""
-        if error is not None:
-            if number < self._failed:
-                self._failed, self._error = number, error
-            self._drop()
-        self._num_left -= 1
-        return not self._num_left
-
 
 class BackgroundPrefetcher:
     """Threads that read segments of files: some read ahead, others serve callers that already wait.
@@ -642,7 +633,12 @@ class BackgroundPrefetcher:
             stats.num_reads += read.num_reads
             stats.nbytes += read.nbytes
             stats.cached_bytes += read.cached_bytes
-            has_ended = ticket._note_end(number, error)
+            if error is not None:  # nobody needs the others
+                if number < ticket._failed:
+                    ticket._failed, ticket._error = number, error
+                ticket._drop()
+            ticket._num_left -= 1
+            has_ended = not ticket._num_left
         if has_ended:
             ticket._error = self._change_of(ticket._reads.files) or ticket._error
             ticket._ended_at, ticket.has_come = now, ticket._error is None
@@ -654,7 +650,10 @@ class BackgroundPrefetcher:
             if self._closed:
                 raise ClosedError(_CLOSED)
             read.num_reads += 1
-            through_cache = self._goes_through_cache(caching, part.file, part.start, part.stop)
+            if caching == "found" and part.file.direct_fd is not None:
+                through_cache = is_cached(part.file.buffered_fd, *part.file.stored(part.start, part.stop))
+            else:
+                through_cache = caching != "none" and self.cached.holds(part.file.path, part.start)
             self._ranges.read(part, buffer, through_cache or caching == "kept")
             read.nbytes += part.nbytes
             read.cached_bytes += part.nbytes * through_cache
@@ -669,11 +668,6 @@ class BackgroundPrefetcher:
         except (ReadError, OSError) as error:
             return error
         return None
-
-    def _goes_through_cache(self, caching: Caching, file: SourceFile, start: int, stop: int) -> bool:
-        if caching == "found" and file.direct_fd is not None:
-            return is_cached(file.buffered_fd, *file.stored(start, stop))
-        return caching != "none" and self.cached.holds(file.path, start)
 
     def close(self) -> None:
         """End the threads and close the files. Another call does nothing."""

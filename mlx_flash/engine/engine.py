@@ -40,17 +40,19 @@ from mlx_flash.residency.plan import Pool, ResidencyPlan
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, ReadStats, Ticket
 from mlx_flash.storage.probe import doubt_profile
-from mlx_flash.streaming.layers import (
+from mlx_flash.streaming.stream import (
     ComputedModule,
     EmbeddingRows,
     HeadState,
+    Lendable,
+    Loans,
     PinnedLayers,
     StreamedLayer,
     TableState,
     TiledLinear,
+    WeightStream,
     tile_module,
 )
-from mlx_flash.streaming.stream import Lendable, Loans, WeightStream
 from mlx_flash.telemetry import Json, Publisher
 
 

@@ -26,8 +26,7 @@ from mlx_flash.layout.parts import ExpertStack
 from mlx_flash.layout.swap import SwappedClass, own_class, swap_class
 from mlx_flash.layout.trace import scores_of
 from mlx_flash.memory.arena import StackArena
-from mlx_flash.streaming.layers import hand_in
-from mlx_flash.streaming.stream import GuessEndedError, WeightStream
+from mlx_flash.streaming.stream import GuessEndedError, WeightStream, hand_in
 
 POOL_SHARE = 1 / 8
 """Share of the pool that predicted experts may take."""

@@ -26,7 +26,7 @@ from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import in_gb
 from mlx_flash.storage.placement import Segment, place
-from mlx_flash.streaming.layers import compute
+from mlx_flash.streaming.stream import compute
 
 MARGIN = 1.25
 """Allocators leave holes, and matrix products copy some inputs. Measured on the CPU back end: 0.99 to 1.2 times."""

@@ -71,7 +71,7 @@ def test_finer_cuts_equal_stock(directories: Any, name: str, cut: int | str) -> 
 def test_stale_weights_show(directories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The poison works: without evaluating before release, the logits are visibly wrong."""
     expected = run(stock(directories("bf16")), PREFILL_AND_DECODE)
-    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    monkeypatch.setattr("mlx_flash.streaming.stream.arrays_in", lambda *roots: [])
     with streamed_whole(directories("bf16")) as model:
         assert not same_bits(run(model, PREFILL_AND_DECODE), expected)
 

@@ -208,7 +208,7 @@ five_layers = model_fixture({**LLAMA, "num_hidden_layers": NUM_LAYERS})
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with memory of its own, as far as the engine knows."""
     monkeypatch.setattr("mlx_flash.engine.engine.has_own_memory", lambda: True)
-    monkeypatch.setattr("mlx_flash.streaming.layers.has_own_memory", lambda: True)
+    monkeypatch.setattr("mlx_flash.streaming.stream.has_own_memory", lambda: True)
     monkeypatch.setattr("mlx_flash.streaming.stream.has_own_memory", lambda: True)
 
 

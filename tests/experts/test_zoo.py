@@ -42,7 +42,7 @@ def test_every_architecture_has_a_configuration() -> None:
 
 
 def test_early_release_of_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.streaming.layers.arrays_in", lambda *roots: [])
+    monkeypatch.setattr("mlx_flash.streaming.stream.arrays_in", lambda *roots: [])
     outcome = compare("qwen3", "fp32")
     assert outcome.status == "failed"
     assert outcome.reason.startswith("logits of a prompt in parts")

@@ -23,7 +23,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import sizes
 from mlx_flash.residency.sizes import RESULTS, ActivationSizes, bytes_per_pair
-from mlx_flash.streaming.layers import PinnedLayers
+from mlx_flash.streaming.stream import PinnedLayers
 from models import save, stock
 from streamed import config, streamed_whole
 from zoo import configuration

@@ -18,7 +18,7 @@ from mlx_flash.layout.swap import swap_class
 from mlx_flash.layout.units import make_layout
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import read_checkpoint
-from mlx_flash.streaming.layers import EmbeddingRows, TableState, arrays_in
+from mlx_flash.streaming.stream import EmbeddingRows, TableState, arrays_in
 from models import LLAMA, VOCAB_SIZE, save, stock
 
 

@@ -29,8 +29,7 @@ from mlx_flash.layout.swap import swap_class
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.prefetcher import Ticket
-from mlx_flash.streaming.layers import StreamedLayer
-from mlx_flash.streaming.stream import POISON, unit_states
+from mlx_flash.streaming.stream import POISON, StreamedLayer, unit_states
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from streamed import failing_once, streamed_on_disk, streamed_whole
 from streams import FakeReader, FakeTicket, make_stream

@@ -17,8 +17,7 @@ from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.verify import EXIT_DIFFERS, Subject, of_tokens, verify
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.experts.pool import ExpertPool
-from mlx_flash.streaming.layers import StreamedLayer
-from mlx_flash.streaming.stream import WeightStream
+from mlx_flash.streaming.stream import StreamedLayer, WeightStream
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
 from streamed import nbytes_of
 

@@ -17,10 +17,12 @@ from mlx_flash.convert.pack import (
     ShardPlan,
     TensorSpec,
     aligned_order,
+    copy_buffer,
     cut,
 )
-from mlx_flash.errors import HeaderError
-from mlx_flash.storage.safetensors import DTYPE_SIZES, read_shard
+from mlx_flash.errors import HeaderError, ReadError, TruncatedFileError
+from mlx_flash.storage.prefetcher import read_pieces
+from mlx_flash.storage.safetensors import DTYPE_SIZES, TensorRecord, read_shard
 
 
 def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
@@ -139,3 +141,14 @@ def test_a_tensor_of_another_size_than_planned(tmp_path: Path, nbytes: int, comp
     with pytest.raises(ValueError, match=f"got {nbytes} of 16 bytes of 'a'"):
         written.write(tmp_path, lambda _: iter(found))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_ends_early_or_is_gone(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(10))
+    record, words = TensorRecord("a", "F32", (4,), source, 4, 16), r"read 6 of 16 bytes at offset 4, of 'a' \(16 bytes"
+    with pytest.raises(TruncatedFileError, match=words):
+        list(read_pieces(record, copy_buffer()))
+    source.unlink()
+    with pytest.raises(ReadError, match=r"cannot read 'a' .*: no such file\. Hint"):
+        list(read_pieces(record, copy_buffer()))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -125,17 +124,6 @@ class EndsAlone:
             return False
         self.fail(refusal_of(error))  # a request may fail in any way: in a template, a sampler, a parser
         return True
-
-
-@contextmanager
-def refused(field: str) -> Iterator[None]:
-    """Turn what a block raises into a refusal of the request, whose content is wrong."""
-    try:
-        yield
-    except (FlashError, MemoryError):
-        raise
-    except Exception as error:
-        raise RefusedError(f"{field} cannot be used: {type(error).__name__}: {error}", 400, field) from error
 
 
 def refusal_of(error: Exception) -> RefusedError:

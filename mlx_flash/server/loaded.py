@@ -19,13 +19,13 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prom
 from mlx_flash import enginethread
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.errors import BudgetError, FlashError, RefusedError
 from mlx_flash.generation.batches import Reading
 from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
-from mlx_flash.server.batch import BatchOptions, EndsAlone, Job, Kept, ServedBatch, refusal_of, refused
+from mlx_flash.server.batch import BatchOptions, EndsAlone, Job, Kept, ServedBatch, refusal_of
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammar import Grammars
@@ -177,7 +177,7 @@ class LoadedModel:
             raise RefusedError("this chat template shows the model no tools. Hint: use another model.", 400, "tools")
         job.max_tokens = 1 if request.work == "embed" else max(1, request.max_tokens or 0)
         job.reading = self._reading(job) if request.is_read else None
-        with refused("prompt" if request.messages is None else "messages"):
+        try:
             if num_prompt := least_tokens(request, self.tokenizer):
                 try:
                     self._shorten(job, num_prompt)
@@ -185,6 +185,11 @@ class LoadedModel:
                     raise RefusedError(f"counted in pieces: {error}", error.status) from None
             job.prompt = self._prompt(request, options)
             job.grammar = self._grammars.of(request, job.prompt)
+        except (FlashError, MemoryError):
+            raise
+        except Exception as error:
+            field = "prompt" if request.messages is None else "messages"
+            raise RefusedError(f"{field} cannot be used: {type(error).__name__}: {error}", 400, field) from error
         sampler_of(request.sampling, self.tokenizer, self.vocab_size)
         processors_of(request.sampling, self.vocab_size)
         if request.work != "count":

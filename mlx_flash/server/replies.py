@@ -188,8 +188,8 @@ class Stream(StreamingResponse):
 
     def _wake_for_beat(self) -> None:
         self._answers.wake()
-        seconds = max(BEAT_SECONDS / 100, self._sent_at + BEAT_SECONDS - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._wake_for_beat)
+        left = self._sent_at + BEAT_SECONDS - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(left if left > 0 else BEAT_SECONDS, self._wake_for_beat)
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """Yield the parts, with beats by the clock: a pass may take minutes.

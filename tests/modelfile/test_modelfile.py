@@ -40,10 +40,6 @@ def wrong(*lines: str, line: int = 2) -> str:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_model() -> None:
-    assert parse() == Modelfile(path=Path("Modelfile"), base="org/model")
-
-
 def test_the_example() -> None:
     found = read_modelfile(ROOT / "examples" / "Modelfile")
     assert found.notes == ()
@@ -246,24 +242,6 @@ def test_there_is_an_instruction_for_every_setting() -> None:
     assert FLASH_INSTRUCTIONS["FLASH"] == "enabled"
     assert FLASH_INSTRUCTIONS["FLASH_RAM_GB"] == "ram_budget_gb"
     assert FLASH_INSTRUCTIONS["FLASH_NUM_SLOTS"] == "num_slots"
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("FLASH off", "enabled", False),
-        ("flash TRUE", "enabled", True),
-        ("FLASH_RAM_GB 10", "ram_budget_gb", 10.0),
-        ('FLASH_RAM_GB "safe"', "ram_budget_gb", "safe"),
-        ("FLASH_IO direct", "io", "direct"),
-        ("FLASH_CONTEXT_LENGTH 300", "context_length", 300),
-        ("FLASH_READ_SIZE_MB 0.5", "read_size_mb", 0.5),
-    ],
-)
-def test_streaming(line: str, name: str, value: object) -> None:
-    found = parse(line)
-    assert found.notes == () and found.flash.keys() == {name}
-    assert getattr(FlashConfig.resolve(modelfile=found.flash, environment={}), name) == value
 
 
 def test_the_context_is_planned_for_unless_told_otherwise() -> None:

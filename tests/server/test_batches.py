@@ -147,12 +147,6 @@ def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[lis
     served.prompt_cache.trim_to(n_sequences=0)
 
 
-def test_prompts_of_other_lengths_are_not_padded(served: Served, sizes: list[int], prompts: list[list[int]]) -> None:
-    served.events_together(*[request(text) for text in (LONG, "Hi", "Ha")])
-    assert max(sizes) == 3
-    assert all(len(lengths) == (2 if max(lengths) <= 64 else 1) for lengths in prompts) and max(map(max, prompts)) > 64
-
-
 def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> None:
     with serving(model, options=BatchOptions(prefill_step_size=128)) as running:
         asked = [request(text) for text in ALIKE]

@@ -159,12 +159,6 @@ def test_loading_is_shown_by_status_lines(server: Live, client: Any) -> None:
     assert any(part.get("status") == "prompt" and part["total"] > 0 for part in parts)
 
 
-def test_settings_that_change_nothing_are_ignored(server: Live, client: Any) -> None:
-    options = {"mirostat": 2, "mirostat_tau": 5.0, "tfs_z": 0.5, "heat": 1, "use_mmap": True, "num_predict": 8}
-    found = client.chat("sea", HELLO, options={**options, "num_keep": 4, "repeat_last_n": 0}, think=False)
-    assert found.message.content == reference(server, max_tokens=8)
-
-
 def test_unknown_paths_have_ollamas_errors(server: Live, client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="Not Found"):
         client.pull("sea")

@@ -50,15 +50,6 @@ def test_equal_requests_for_one_token(server: Live) -> None:
     assert server.get("/health") == (200, {"status": "ok"})
 
 
-def test_a_prompt_that_equals_an_earlier_one_and_its_answer(server: Live) -> None:
-    tokens = [5, 6, 7, 8]
-    _, reply = server.post(TEXT, {"prompt": tokens, "max_tokens": 3, "logprobs": 0, "temperature": 0})
-    text = reply["choices"][0]["text"]
-    longer = server.client().completions.create(model="default_model", prompt=tokens, max_tokens=9, temperature=0)
-    assert longer.choices[0].text.startswith(text.rstrip("\ufffd"))
-    assert longer.usage is not None and longer.usage.completion_tokens == 9
-
-
 def test_lists_of_prompts_are_answered_as_each_alone(server: Live) -> None:
     prompts = ["The sea", "A mountain", "x"]
     alone = [server.post(TEXT, {"prompt": prompt, "max_tokens": 6})[1]["choices"][0]["text"] for prompt in prompts]

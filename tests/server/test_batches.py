@@ -175,7 +175,7 @@ def test_prompts_that_come_later(made: ServedBatch, prompts: list[list[int]]) ->
     """Those that are alike share calls. No more than two are computed at once, the others wait."""
     insert(made, 20, 20)
     made.next()
-    insert(made, 100, 100, 30)
+    insert(made, 100, 30, 100)
     answered = set()
     for _ in range(20):
         answered.update(response.uid for response in made.next()[1])

@@ -48,20 +48,6 @@ def test_write_replaces_the_file(tmp_path: Path, data: bytes | str, durable: boo
     assert names(tmp_path) == ["data"]
 
 
-def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "data"
-    path.write_text("old")
-
-    def full(fd: int, data: memoryview, offset: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mlx_flash.files.os.pwrite", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert names(tmp_path) == ["data"]
-
-
 def test_writes_that_take_only_a_part_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, data = os.pwrite, os.urandom(100)
     monkeypatch.setattr(os, "pwrite", lambda fd, part, offset: pwrite(fd, part[:7], offset))

@@ -14,7 +14,6 @@ import mlx_flash
 from kv_settings import same
 from mlx_flash import FlashLLM
 from mlx_flash.engine.passes import Passes, waiting_bytes
-from mlx_flash.generation.sequence import Chooser, GeneratedSequence, compute
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import clear_prefixes
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, save, stock
@@ -27,34 +26,12 @@ PROMPTS = [PROMPT, PROMPT[::-1]]
 llama = model_fixture(NARROW_LLAMA | {"num_hidden_layers": 2})
 
 
-def sequences_of(model: FlashLLM) -> list[GeneratedSequence]:
-    return [
-        GeneratedSequence(model, model.make_cache(), [prompt], Chooser(None, None, []), step=STEP, max_tokens=1)
-        for prompt in PROMPTS
-    ]
-
-
-def test_each_sequence_knows_what_was_restored(llama: Path) -> None:
-    """The server tells its clients."""
-    with loaded(llama) as model:
-        for prompt in PROMPTS:
-            generated(model, prompt, num=1)
-    with loaded(llama) as model:
-        sequences = sequences_of(model)
-        while not all(sequence.is_ready for sequence in sequences):
-            compute([sequence for sequence in sequences if not sequence.is_ready])
-        for sequence in sequences:
-            sequence.choose()
-        found = [sequence.num_restored for sequence in sequences]
-        assert sum(found) == restored(model) and found[0] == found[1] > STEP
-
-
 def test_an_interrupted_pass_keeps_what_was_restored_before_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(llama) as model:
         for prompt in PROMPTS:
             generated(model, prompt, num=1)
     with loaded(llama) as model:
-        rows = [sequence.begin() for sequence in sequences_of(model)]
+        rows = [model.row(mx.array([prompt]), model.make_cache(), STEP) for prompt in PROMPTS]
         model.start()
         passes, failed = model._life.passes, []
 

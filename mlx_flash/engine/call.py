@@ -416,11 +416,3 @@ class Row:
 
 def _cut(stretches: Sequence[ForwardCall], step: int) -> list[ForwardCall]:
     return [part for call in stretches for part in call.parts(step)]
-
-
-def teller(lanes: Mapping[Row, Lane]) -> Callable[[float], None]:
-    """Return what reports the share of a pass that is done, to the only row in it."""
-    if len(lanes) > 1:
-        return lambda share: None
-    [(row, lane)] = lanes.items()
-    return partial(row.tell, lane.tokens.num_tokens)

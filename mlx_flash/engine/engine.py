@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -474,7 +473,7 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
     paths = sorted({record.path for record in records})
     read_size, queue_depth = plan.read_size, plan.queue_depth
     is_free = config.io == "auto" and config.queue_depth is None and config.read_size_mb is None
-    if is_free and plan.pool is not None and all_cached(paths, plan.budget_bytes):
+    if is_free and plan.pool is not None and _spare_memory(plan.budget_bytes) >= sum(p.stat().st_size for p in paths):
         size, depth = max(read_size, _CACHED_SIZE), min(queue_depth, _CACHED_DEPTH)
         if size * depth <= read_size * queue_depth:  # in no more memory
             read_size, queue_depth = size, depth
@@ -487,11 +486,6 @@ def _reader(prepared: Prepared, config: FlashConfig) -> BackgroundPrefetcher:
         shards=checkpoint.shards,
         room=_room(config, plan),
     )
-
-
-def all_cached(paths: Sequence[Path], budget_bytes: int) -> bool:
-    """Return whether the machine has room for all files in its page cache."""
-    return _spare_memory(budget_bytes) >= sum(path.stat().st_size for path in paths)
 
 
 def _room(config: FlashConfig, plan: ResidencyPlan) -> Callable[[], int]:

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import explained
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row, teller
+from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row
 from mlx_flash.engine.engine import Engine, Lending
 from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
@@ -482,7 +482,9 @@ class Passes:
                 part.known = self._known(part.calls)
             calls = [part.calls for part in parts]
             if sum(map(len, calls)) > 1 or self._may_be_left(parts[0]):
-                self._counted(calls, partial(self.run, parts, teller(lanes)))
+                num_tokens = sum(call.num_tokens for call in calls[0])
+                tell = partial(parts[0].row.tell, num_tokens) if len(parts) == 1 else lambda share: None
+                self._counted(calls, partial(self.run, parts, tell))
             for i, part in enumerate(parts):
                 if part.outcome is None:  # one call, or the first of some that need an order
                     if len(part.calls) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -94,10 +93,10 @@ def reached_bytes(path: Path) -> int:
 def _check_budget(path: Path, config: FlashConfig) -> None:
     """Refuse a budget that loading the tokenizer would exceed: under a memory limit, the process would be killed."""
     budget, file = config.budget_bytes, path / tokenizers.TOKENIZER_FILE
-    if not isinstance(budget, int) or not file.is_file() or not file.stat().st_size:
+    if not isinstance(budget, int) or not file.is_file():
         return
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        num_values = sum(content[at : at + _CHUNK].count(b",") for at in range(0, len(content), _CHUNK))
+    with file.open("rb") as opened:
+        num_values = sum(block.count(b",") for block in iter(partial(opened.read, 1 << 20), b""))
     loading = num_values * LEAST_VALUE_BYTES
     least = footprint() - active_memory() + loading
     if least > budget and loading > SMALL_BYTES:
@@ -106,9 +105,6 @@ def _check_budget(path: Path, config: FlashConfig) -> None:
             f"GB: {file} holds {num_values} values. Hint: `mlx-flash plan` names the smallest budget.",
             least,
         )
-
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,25 +32,21 @@ saved = models_fixture(MODELS)
 
 
 @cache
-def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[int, int, int]:
-    """Return how often functions of mlx_flash are entered for a token: up to the call of mlx-lm's model, and in all.
-
-    The third number is that of streamed units.
-    """
+def calls_of_a_token(directory: Path, ram_budget_gb: Any) -> tuple[_Calls, int]:
+    """Return how often functions of mlx_flash are entered for a token, and the number of streamed units."""
     settings = config(ram_budget_gb=ram_budget_gb, speculation=False, poison_released_slots=False)
     with load_model(directory, settings)[0] as model:
         steps = mlx_flash.generate_step(mx.array([5, 17, 290, 3, 42]), model, max_tokens=2 * NUM_BEFORE)
         for _ in range(NUM_BEFORE):
             next(steps)
-        counted = calls_of_a_step(model, steps)
-        return counted.before, counted.total, model.plan.streaming.num_units
+        return calls_of_a_step(model, steps), model.plan.streaming.num_units
 
 
 class _Calls:
-    """A profile that counts."""
+    """A profile that counts: up to the call of mlx-lm's model, and in all; and the modules that are entered."""
 
     def __init__(self, model: FlashLLM) -> None:
-        self.before = self.total = 0
+        self.before, self.total, self.modules = 0, 0, set[str]()
         self._is_before = True
         self._called = type(model._model).__call__.__code__
 
@@ -60,6 +56,7 @@ class _Calls:
             is_ours = frame.f_code.co_filename.startswith(PACKAGE)
             self.total += is_ours
             self.before += is_ours and self._is_before
+            self.modules |= {frame.f_code.co_filename} if is_ours else set()
 
 
 def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
@@ -79,7 +76,7 @@ def calls_of_a_step(model: FlashLLM, steps: Iterator[Any]) -> _Calls:
     [("dense", LARGE_GB, 10), ("mixture", LARGE_GB, 10), ("dense", "min", 200), ("mixture", "min", 190)],
 )
 def test_calls_before_a_model(saved: Callable[[str], Path], name: str, ram_budget_gb: Any, most: int) -> None:
-    assert calls_of_a_token(saved(name), ram_budget_gb)[0] <= most
+    assert calls_of_a_token(saved(name), ram_budget_gb)[0].before <= most
 
 
 def test_calls_for_each_unit_and_layer(saved: Callable[[str], Path]) -> None:
@@ -88,11 +85,11 @@ def test_calls_for_each_unit_and_layer(saved: Callable[[str], Path]) -> None:
     In the smallest pool a layer of a mixture has four units, two guesses and two experts that are read for each token.
     A layer in memory asks twice for its position, and once adds keys and values.
     """
-    _, total, num_units = calls_of_a_token(saved("dense of 24 layers"), "min")
-    assert num_units > 150 and total <= 10 * num_units
-    _, total, num_units = calls_of_a_token(saved("mixture of 24 layers"), "min")
-    assert num_units >= 4 * 24 and total <= 140 * 24
-    few, many = (calls_of_a_token(saved(name), LARGE_GB)[1] for name in ("dense", "dense of 10 layers"))
+    found, num_units = calls_of_a_token(saved("dense of 24 layers"), "min")
+    assert num_units > 150 and found.total <= 10 * num_units and len(found.modules) <= 30
+    found, num_units = calls_of_a_token(saved("mixture of 24 layers"), "min")
+    assert num_units >= 4 * 24 and found.total <= 135 * 24 and len(found.modules) <= 36
+    few, many = (calls_of_a_token(saved(name), LARGE_GB)[0].total for name in ("dense", "dense of 10 layers"))
     assert (many - few) / 5 <= 12
 
 

@@ -199,22 +199,11 @@ def test_what_cannot_be_put_back_goes_on_to_its_end() -> None:
     assert done == ["first done"]
 
 
-def test_news_are_told_in_the_thread_that_waits() -> None:
-    told = list[tuple[int, str]]()
-
-    def work() -> str:
-        for number in range(3):
-            tell(lambda number=number: told.append((number, threading.current_thread().name)))
-        return "end"
-
-    assert run(work) == "end"
-    assert told == [(number, threading.current_thread().name) for number in range(3)]
-
-
 def test_what_is_told_may_raise_and_use_the_thread() -> None:
     done = list[str]()
 
     def use() -> None:
+        assert threading.current_thread() is threading.main_thread()  # which waits
         run(working(done, "within", 0.0))
 
     def work() -> None:

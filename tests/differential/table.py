@@ -125,6 +125,7 @@ class Subject:
         self.row, self.folder = row, zoo.path(row.architecture)
         self.kv_folder = zoo.folder / "kv"
         self.kv_folder.mkdir(exist_ok=True)
+        self.texts: dict[tuple[int, ...], list[int]] = {}  # what follows prompts, for guesses
         self.seconds: dict[str, float] = {}  # that trials take which nothing disturbs, by their way
         if not zoo.is_warm:
             load_model(self.folder, FlashConfig(ram_budget_gb=LARGE_GB))[0].close()

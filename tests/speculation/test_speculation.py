@@ -502,6 +502,9 @@ def test_the_plan_counts_the_head_and_the_budget_holds(heads: Heads, free_rows: 
         plan, stats = model.plan, model.engine.reader.stats  # type: ignore[union-attr]
         assert plan.mtp_bytes >= sum(each.nbytes for each in head.parameters) + 256 * head.row_bytes
         assert ("own guesses (MTP)", plan.mtp_bytes) in plan.parts()
+        given = model.own_guesses(None)
+        assert given and not model.own_guesses(256), "all room is given"
+        del given
         loaded = stats.nbytes
         with_head = sum(each.nbytes for each in head.parameters)
         assert loaded >= with_head

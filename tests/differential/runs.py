@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 import mlx_flash
-from differential.scripts import VOCAB_SIZE, Output, Script, bits, carried_out, cut, stock_generate
+from differential.scripts import VOCAB_SIZE, Output, Script, bits, carried_out, cut, offsets, stock_generate
 from mlx_flash.generation import speculative_generate_step
 from vocabularies import write_tokenizer
 
@@ -78,6 +78,7 @@ class Run:
         self._script, self._falls, self._first = script, falls.found, len(falls.found)
         self._parts: list[int] = []
         self._found: list[tuple[int, mx.array]] = []
+        self.lengths: list[set[int]] = []  # of the layers' caches when a token was handed out
 
     def generator(self, **options: Any) -> Iterator[Any]:
         """Return a new generator of tokens and logits."""
@@ -116,6 +117,7 @@ class Run:
         for token, logits in made:
             mx.eval(logits)  # another thread could not
             self._found.append((int(token), logits))
+            self.lengths.append(offsets(self.cache))
             if len(self._found) == limit:
                 return
 

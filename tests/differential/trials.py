@@ -136,6 +136,9 @@ class Trial:
         if is_complete and len(found) < self.script.num_tokens:
             raise Wrong(f"{len(found)} tokens instead of {self.script.num_tokens}")
         self.compare(found, self.told.outputs[: len(found)], "the generation")
+        for number, (length, lengths) in enumerate(zip(self.told.at_yield, self.run.lengths, strict=False)):
+            if not lengths <= {length}:
+                raise Wrong(f"the cache said {lengths}, not {length}, when token {number} was handed out")
 
     def compare(self, found: Sequence[Output], expected: Sequence[Output], what: str) -> None:
         """Compare tokens and logits."""

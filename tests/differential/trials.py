@@ -42,6 +42,7 @@ from interrupt_points import Tracer
 from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError, WriteError
 from mlx_flash.generation import sequence
 from oracle import Oracle, on_a_machine
+from streamed import wait_for_reads
 
 
 class Wrong(AssertionError):
@@ -384,12 +385,12 @@ def reads(trial: Trial) -> None:
         return  # it keeps some
     for _ in range(2):
         mx.eval(subject.model(mx.array([[1]]), cache=cache))
-    time.sleep(0.02)
+    wait_for_reads(subject.model)
     watched, number = Reads(subject.folder), trial.dice.randint(1, 3)
     with watched.watched():
         for _ in range(number):
             mx.eval(subject.model(mx.array([[1]]), cache=cache))
-        time.sleep(0.02)
+        wait_for_reads(subject.model)
     most = plan.streaming.read_bytes + EMBEDDING_BYTES + (subject.row.budget == "min") * (watched.num_reads << 13)
     if not plan.streaming.read_bytes <= watched.nbytes / number <= most:
         raise Wrong(f"{watched.nbytes / number} bytes a token, not {plan.streaming.read_bytes}")

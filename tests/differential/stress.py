@@ -34,6 +34,7 @@ IN_A_ROW = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="trials (default 300)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later (default: no limit)")
     parser.add_argument("--seed", default=str(time.time_ns() % 10**6), help="of all choices (default: a new one)")
     parser.add_argument("--rows", default="", help="parts of names of rows, with commas; all if empty")
     parser.add_argument("--events", default=",".join(EVENTS), help="names of events (default: all)")
@@ -47,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["XDG_CACHE_HOME"] = folder
         zoo, stock = Zoo(Path(folder)), Stock()
         stock.ask("tensors", folder)  # its pipes are no descriptors that a model leaves
+        end = time.monotonic() + args.seconds
         for number in range(0, args.count, IN_A_ROW):
+            if time.monotonic() > end:
+                break
             row = dice.choice(rows)
             chosen = [event for event in events_of(row) if event in events]
             faulthandler.dump_traceback_later(LIMIT, exit=True)

@@ -52,7 +52,7 @@ def test_sample_of_the_day(zoo: Zoo, stock: Stock) -> None:
 def test_signals_at_random_moments() -> None:
     """In a process of its own: pytest does not expect one in what it does with a warning."""
     rows, events = "min,small,large,layers", ",".join(sorted(SIGNALS))
-    arguments = ["--count", "60", "--seed", f"{SEED} signals", "--rows", rows, "--events", events]
+    arguments = ["--count", "60", "--seconds", "45", "--seed", f"{SEED} signals", "--rows", rows, "--events", events]
     program, path = [sys.executable, "-m", "differential.stress", *arguments], map(str, (ROOT, ROOT / "tests", HELPERS))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=120)

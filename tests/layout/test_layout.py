@@ -199,9 +199,13 @@ def test_some_rows_of_every_expert_are_ranges_of_the_file(tmp_path: Path) -> Non
     sources = Sources(read_checkpoint(tmp_path))
     with sources.watching(weights):
         upper = mx.contiguous(mx.split(weights["experts"], 2, axis=1)[1])
+        beside = mx.concatenate([weights["experts"]] * 2, axis=1)
+        rows = mx.reshape(weights["experts"], (12, 4))
     records = sources.of(upper)
     data = path.read_bytes()
     assert len(records) == 3
+    assert not sources.of(beside), "its bytes are interleaved"
+    assert not sources.of(rows), "they are no rows of the tensor"
     assert b"".join(data[r.offset : r.end] for r in records) == bytes(memoryview(cast(Any, upper)))
 
 

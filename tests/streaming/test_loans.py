@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import TransformerBlock
 
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.residency.plan import MB
+from mlx_flash.engine import need as need_module
+from mlx_flash.engine.need import make_room, need
+from mlx_flash.residency.plan import MB, TOKENS_AHEAD
 from models import LLAMA, WIDE_LLAMA, run, same_bits, save, stock
 from saved_models import model_fixture
 from streamed import streamed_whole, wait_for_reads
@@ -72,6 +75,39 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert loans.nbytes == loans.saved_bytes == 0
         run(model, [[1]])
         assert read_bytes(model, [[1]]) == whole + row
+
+
+def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(need_module, "footprint", lambda: 100 * MB)
+    with streamed_whole(directory) as model:
+        lending = Lending()
+        for known in (100 * MB, 90 * MB):  # less than the footprint: what is not known is not lent
+            told = SimpleNamespace(plan=model.plan, missing=-50 * MB, process=known, in_use=0)
+            need_module._settle(told, lending, 0)  # type: ignore[arg-type]
+        kept = model.plan.unlent_bytes
+        assert kept >= TOKENS_AHEAD * model.plan.kv_bytes_per_token > 0
+        assert lending.lent == [50 * MB - kept, 40 * MB - kept]
+
+
+def test_room_that_keys_and_values_grow_into_is_not_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(need_module, "footprint", lambda: 0)
+    with streamed_whole(directory) as model:
+        row, lending = model.row(mx.zeros((1, 200), mx.int32), make_prompt_cache(model), 200), Lending()
+        plan, lane = model.plan, row.lane()
+        needed = need(plan, [lane])
+        make_room(needed, lending)  # type: ignore[arg-type]
+        assert needed.kv_growth >= 200 * plan.kv_bytes_per_token
+        assert lending.lent == [-needed.missing - needed.kv_growth - plan.unlent_bytes]
+
+
+class Lending:
+    nbytes = 0
+
+    def __init__(self) -> None:
+        self.lent: list[int] = []
+
+    def lend(self, nbytes: int) -> None:
+        self.lent.append(nbytes)
 
 
 def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:

@@ -200,7 +200,7 @@ def test_some_rows_of_every_expert_are_ranges_of_the_file(tmp_path: Path) -> Non
     with sources.watching(weights):
         upper = mx.contiguous(mx.split(weights["experts"], 2, axis=1)[1])
         beside = mx.concatenate([weights["experts"]] * 2, axis=1)
-        rows = mx.reshape(weights["experts"], (12, 4))
+        rows = weights["experts"].reshape(12, 4)
     records = sources.of(upper)
     data = path.read_bytes()
     assert len(records) == 3

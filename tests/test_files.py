@@ -57,6 +57,15 @@ def test_writes_that_take_only_a_part_are_completed(tmp_path: Path, monkeypatch:
     assert (tmp_path / "file").read_bytes() == data
 
 
+def test_exception_in_the_block_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_text("old")
+    with pytest.raises(KeyError), atomic_file(path) as file:
+        file.write(b"half")
+        raise KeyError
+    assert path.read_text() == "old" and names(tmp_path) == ["data"]
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
@@ -109,15 +118,21 @@ def test_missing_file_is_made_only_on_request(tmp_path: Path) -> None:
 
 def test_file_removed_during_the_wait_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = HeldLock(path, create=0o600)
-    waiting = threading.Thread(target=lambda: HeldLock(path, create=0o600).release())
+    held, found = HeldLock(path, create=0o600), list[bool]()
+
+    def wait() -> None:
+        with HeldLock(path, create=0o600) as fd:
+            found.append(os.path.samestat(os.fstat(fd), path.stat()))
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
+    waiting.join(0.1)
     path.unlink()
     with HeldLock(path, create=0o600) as fd:  # a new file: the old one is locked still
         assert os.fstat(fd).st_ino == path.stat().st_ino
     held.release()
     waiting.join(10)
-    assert not waiting.is_alive()
+    assert found == [True]
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +162,9 @@ def test_large_file_is_not_read(tmp_path: Path) -> None:
     assert read_regular(path, 5) == b"12345"
     with pytest.raises(OSError, match="it has 5 bytes, at most 4 are allowed"):
         read_regular(path, 4)
+    if (path := Path("/proc/self/maps")).exists():  # which reports no size
+        with pytest.raises(OSError, match="it has 11 bytes, at most 10 are allowed"):
+            read_regular(path, 10)
 
 
 def test_private_folders_spare_what_others_have_in_their_folder(

@@ -277,9 +277,8 @@ def become(entry: PooledCache, kind: type[PooledCache], **held: Any) -> None:
     """Change the class of a cache, which says the same of tokens that are owed, and what it holds."""
     kind = owing(kind) if type(entry) is not own_kind(type(entry)) else kind
     change = partial(vars(entry).update, held), partial(object.__setattr__, entry, "__class__", kind)
-    any(
-        map(call, change)
-    )  # one step, as in :mod:`mlx_flash.files`: an interrupt leaves none that holds both, or nothing
+    # one step, as in :mod:`mlx_flash.files`: an interrupt leaves none that holds both, or nothing
+    any(map(call, change))
 
 
 def buffers_of(entry: Any) -> list[mx.array]:

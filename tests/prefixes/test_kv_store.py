@@ -370,25 +370,6 @@ def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkey
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_writes_at_a_time(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one page is written, another store of the same folder must not take the room for it."""
-    first, second = opened(limit_bytes=PAGE_BYTES), opened(limit_bytes=PAGE_BYTES)
-    writers, sizes, fsync = list[threading.Thread](), list[int](), os.fsync
-
-    def slow(fd: int) -> None:
-        sizes.append(sum(path.stat().st_size for path in opened.files()))
-        if not writers:
-            writers.append(threading.Thread(target=put, args=(second, [2] * STEP)))
-            writers[0].start()
-            writers[0].join(0.3)
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    put(first, [1] * STEP)
-    writers[0].join(60)
-    assert sizes and max(sizes) <= PAGE_BYTES and len(opened.files()) == 1
-
-
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite", "fsync"])
 def test_a_disk_that_is_full_ends_storing_only(
     opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str

@@ -16,7 +16,7 @@ from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.stream import UnitState, unit_states
-from mlx_flash.telemetry import Json
+from mlx_flash.telemetry import FACTS, Json
 
 
 class Status:
@@ -133,13 +133,6 @@ def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> l
     return found
 
 
-_OF_PLANS = (
-    *("budget_bytes", "base_bytes", "resident_bytes", "pinned_bytes", "slots_bytes", "pool_bytes", "kv_bytes"),
-    *("activation_bytes", "spare_bytes", "bounce_bytes", "cache_limit", "context_length", "prefill_step_size"),
-    "disk_bytes_per_second",
-)
-
-
 def plan_numbers(plan: ResidencyPlan) -> Json:
     """Return the facts about a plan: its attributes of the same names, and a few others."""
     others = {
@@ -148,4 +141,5 @@ def plan_numbers(plan: ResidencyPlan) -> Json:
         "read_bytes_per_pass": plan.read_bytes,
         "predicted_seconds_per_pass": plan.opening_seconds,
     }
-    return {**{name: getattr(plan, name) for name in _OF_PLANS}, **others}
+    names = [name.removeprefix("plan.") for name in FACTS if name.startswith("plan.")]
+    return {name: others[name] if name in others else getattr(plan, name) for name in names}

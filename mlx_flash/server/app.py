@@ -95,10 +95,10 @@ def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
         yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
-        for metric, meaning, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
-            kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
-            name = f"mlx_flash_{metric}"
-            family = families.setdefault(name, kind(name, meaning, labels=["model", "number"]))
+        for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
+            kind = CounterMetricFamily if fact.kind == "counter" else GaugeMetricFamily
+            name = f"mlx_flash_{fact.metric}"
+            family = families.setdefault(name, kind(name, fact.help, labels=["model", "number"]))
             family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], value)
     yield from families.values()
 

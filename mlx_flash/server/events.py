@@ -145,14 +145,15 @@ class Answers:
         await self._waiting
 
     async def begin(self) -> None:
-        """Wait until each answer has an event. Raises: RefusedError: one of them has failed."""
+        """Wait until each answer has an event. Raises: RefusedError: one of them has failed before."""
         while True:
-            events = list(self._events)
-            for _, event in events:
+            silent = {*self.open}
+            for number, event in list(self._events):
+                silent.discard(number)
                 if isinstance(event, Failed):
                     raise event.error
-            if {number for number, _ in events} == self.open:
-                return
+                if not silent:
+                    return
             await self.wait()
 
     def take(self) -> tuple[int, Event] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import time
@@ -17,6 +18,7 @@ from dialects import text_of
 from live import TIMEOUT, Live, live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import anthropic, loaded, replies
+from mlx_flash.server.events import Answers, Failed, Piece
 from scripted import make_scripted_model, saying, with_template
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
@@ -151,6 +153,19 @@ def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.
     for path, found in at_once(server).items():
         assert "the prompt is bad" in json.dumps(found[-1]), path
         assert "error" in json.dumps(found[-1]) and text_of(found) == "", path
+
+
+def test_text_before_an_error_is_sent() -> None:
+    """Also if the event loop hears of both at once."""
+
+    async def begun() -> None:
+        answers = Answers([1, 2], lambda numbers: None)
+        for number, event in [(1, Piece("The")), (2, Piece("A")), (1, Failed(RefusedError("odd", 500)))]:
+            answers.put(number, event)
+        await answers.begin()
+        assert [await answers.next() for _ in "ab"] == [(0, Piece("The")), (1, Piece("A"))]
+
+    asyncio.run(begun())
 
 
 def test_reasoning_grows_in_responses(server: Live) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -110,20 +110,18 @@ class LeftError(Exception):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class EndsAlone:
-    """A block that works for a request, which gets what it raises. The thread goes on after the block."""
+T = TypeVar("T")
 
-    fail: Callable[[RefusedError], None]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, LeftError):
-            return False
-        self.fail(refusal_of(error))  # a request may fail in any way: in a template, a sampler, a parser
-        return True
+def ends_alone(fail: Callable[[RefusedError], None], work: Callable[..., T], *args: Any) -> T | None:
+    """Return the result of work for a request. If it fails, the request gets the error, and the result is None."""
+    try:
+        return work(*args)
+    except LeftError:
+        raise
+    except Exception as error:  # noqa: BLE001 of any model's code or template, and it must end no other request
+        fail(refusal_of(error))
+        return None
 
 
 def refusal_of(error: Exception) -> RefusedError:
@@ -228,11 +226,9 @@ class LoneRequest:
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """Compute its next token. Return the progress of its prompt, and the token."""
-        answers: list[Any] = []
-        with EndsAlone(self._end_with):
-            answers.append(self._advance())
+        answer = ends_alone(self._end_with, self._advance)
         progress, self._progress = self._progress, []
-        return progress, answers
+        return progress, [] if answer is None else [answer]
 
     def extract_cache(self, uids: Iterable[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """End the loop, which puts its cache right. Return the cache and the tokens in it; none if they are unknown."""
@@ -430,22 +426,18 @@ class ServedBatch(RowGenerator):
 
         They keep no cache, which batches copy.
         """
-        uid, processors = waiting.uid, waiting.processors
-        sampler: Sampler = waiting.sampler
+        refuse, sampler = partial(self._refuse, waiting.uid), cast(Sampler, waiting.sampler)
 
         def choose(logprobs: mx.array) -> mx.array:
-            with EndsAlone(partial(self._refuse, uid)):
-                return sampler(logprobs)
-            return greedy(logprobs)  # which nobody sees
+            token = ends_alone(refuse, sampler, logprobs)
+            return greedy(logprobs) if token is None else token  # the former nobody sees
 
-        def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            with EndsAlone(partial(self._refuse, uid)):
-                for processor in processors:
-                    logits = processor(tokens, logits)
-            return logits
+        def guarded(process: LogitsProcessor, tokens: mx.array, logits: mx.array) -> mx.array:
+            processed = ends_alone(refuse, process, tokens, logits)
+            return logits if processed is None else processed
 
         chooser = greedy if sampler is greedy else choose  # the former is called once for all that have it
-        return waiting._replace(sampler=chooser, processors=[process] if processors else [])
+        return waiting._replace(sampler=chooser, processors=[partial(guarded, each) for each in waiting.processors])
 
     def _refuse(self, uid: int, error: RefusedError) -> None:
         self._errors[uid] = error

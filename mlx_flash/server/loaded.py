@@ -25,7 +25,7 @@ from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
-from mlx_flash.server.batch import BatchOptions, EndsAlone, Job, Kept, ServedBatch, refusal_of
+from mlx_flash.server.batch import BatchOptions, Job, Kept, ServedBatch, ends_alone, refusal_of
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammar import Grammars
@@ -292,23 +292,19 @@ class LoadedModel:
         """Compute a part of each request, and send what is new."""
         for job in [job for job in self.jobs.values() if not job.is_computed]:
             if job.leader is None or job.leader.is_prompt_done or job.leader.number not in self.jobs:
-                with EndsAlone(partial(self.drop, job)):
-                    self._compute(job)
+                ends_alone(partial(self.drop, job), self._compute, job)
         prompts, answers = self._batch.next()
         read: list[Job] = []
         for response in prompts:
             if (found := self._computed(response.uid)) is not None:
-                with EndsAlone(partial(self.drop, found)):
-                    self._take_prompt(found, response)
+                ends_alone(partial(self.drop, found), self._take_prompt, found, response)
                 if found.reading is not None and response.end_of_prompt:
                     read.append(found)
         for job, event in zip(read, read_all(self.model, self.tokenizer, read) if read else (), strict=True):
-            with EndsAlone(partial(self.drop, job)):
-                self._take_reading(job, event)
+            ends_alone(partial(self.drop, job), self._take_reading, job, event)
         for response in answers:
             if (found := self._computed(response.uid)) is not None:
-                with EndsAlone(partial(self.drop, found)):
-                    self._take_token(found, response)
+                ends_alone(partial(self.drop, found), self._take_token, found, response)
         for number, error in self._batch.take_errors().items():
             if (found := self._computed(number)) is not None:
                 del self.jobs[number]

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from mlx_flash.errors import BudgetError, FlashError, PeerError, RefusedError
 from mlx_flash.forks import wait_for_end_of_thread
 from mlx_flash.residency.plan import ResidencyPlan
-from mlx_flash.server.batch import BatchOptions, EndsAlone, Job
+from mlx_flash.server.batch import BatchOptions, Job, ends_alone
 from mlx_flash.server.catalog import Catalog
 from mlx_flash.server.events import Answers, Failed, Progress
 from mlx_flash.server.loaded import LoadedModel
@@ -171,12 +171,11 @@ class EngineRoom:
         """Go one round. Return whether the server stops."""
         if (news := self._news()) is not None and self._take_news(news):
             return True
-        while self._waiting and self._admit(self._waiting[0]):
+        while self._waiting and ends_alone(self._waiting[0].fail, self._admit, self._waiting[0]) is not False:
             self._waiting.popleft()
         for model in self.models:
             if model.jobs:
-                with EndsAlone(partial(self._fail_all, model)):
-                    model.advance()
+                ends_alone(partial(self._fail_all, model), model.advance)
                 if not model.jobs:
                     self.models.note_end(model)
         return False
@@ -187,8 +186,7 @@ class EngineRoom:
             self._take_in(request)
         for number in news.left:
             self._let_go(number)
-        with EndsAlone(lambda error: None):  # it is logged; the model has left the room
-            self.models.unload_named(news.expired)
+        ends_alone(lambda error: None, self.models.unload_named, news.expired)  # it is logged; the model has left
         return news.stops
 
     def _news(self) -> News | None:
@@ -213,35 +211,37 @@ class EngineRoom:
     def _take_in(self, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
-        with EndsAlone(lambda error: None if answer is None else answer.put(request.number, Failed(error))):
-            source = self.catalog.find(request.model)
-            job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
-            model = self.models.get(job.source)
-            if model is not None and request.has_prompt:
-                model.prepare(job)
-            self._waiting.append(job)
+        refuse = lambda error: None if answer is None else answer.put(request.number, Failed(error))  # noqa: E731
+        ends_alone(refuse, self._queue, request, answer)
+
+    def _queue(self, request: GenerationRequest, answer: Answers | None) -> None:
+        source = self.catalog.find(request.model)
+        job = Job(opened(request.completed(source.defaults), source.first_messages), source, answer)
+        model = self.models.get(job.source)
+        if model is not None and request.has_prompt:
+            model.prepare(job)
+        self._waiting.append(job)
 
     def _admit(self, job: Job) -> bool:
         """Begin with a request if there is room now. Return False if it has to wait for others."""
-        with EndsAlone(job.fail):
-            if job.request.work == "unload":
-                if (found := self.models.get(job.source)) is not None:  # after its other requests
-                    self.models.note_use(found, 0.0)
-                job.end()
-                return True
-            model = self.models.get(job.source) or self._load(job)
-            if model is None:
-                return False
-            if job.request.has_prompt and not job.prompt.tokens:
-                model.prepare(job)
-            is_computed = job.request.work in ("answer", "embed")
-            if is_computed and not model.admits(job):
-                return False
-            if is_computed:
-                model.begin(job)
-            self.models.note_use(model, job.request.keep_alive)
-            if not is_computed:
-                job.end()
+        if job.request.work == "unload":
+            if (found := self.models.get(job.source)) is not None:  # after its other requests
+                self.models.note_use(found, 0.0)
+            job.end()
+            return True
+        model = self.models.get(job.source) or self._load(job)
+        if model is None:
+            return False
+        if job.request.has_prompt and not job.prompt.tokens:
+            model.prepare(job)
+        is_computed = job.request.work in ("answer", "embed")
+        if is_computed and not model.admits(job):
+            return False
+        if is_computed:
+            model.begin(job)
+        self.models.note_use(model, job.request.keep_alive)
+        if not is_computed:
+            job.end()
         return True
 
     def _load(self, job: Job) -> LoadedModel | None:
@@ -267,8 +267,7 @@ class EngineRoom:
         self._waiting = deque(job for job in self._waiting if job.number != number)
         for model in self.models:
             for job in [job for job in model.jobs.values() if job.number == number]:
-                with EndsAlone(partial(self._fail_all, model)):
-                    model.drop(job)
+                ends_alone(partial(self._fail_all, model), model.drop, job)
                 self.models.note_end(model)
 
     def _fail_all(self, model: LoadedModel, error: RefusedError) -> None:

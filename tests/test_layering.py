@@ -168,6 +168,24 @@ def own_privates() -> set[str]:
     return {"_replace", *(name for name in names if name.startswith("_"))}  # the one of named tuples
 
 
+PURE = {"isinstance", "len", "all", "any", "callable", "type", "set", "sorted", "empty"}
+"""Names of functions and methods that an assertion may call: they change nothing."""
+
+
+def test_assertions_change_nothing() -> None:
+    """``python -O`` leaves assertions out."""
+    wrong = [
+        (name, node.lineno, ast.unparse(part))
+        for name, path in modules().items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Assert)
+        for part in ast.walk(node.test)
+        if isinstance(part, ast.NamedExpr | ast.Await | ast.Yield)
+        or (isinstance(part, ast.Call) and ast.unparse(part.func).rsplit(".", 1)[-1] not in PURE)
+    ]
+    assert not wrong
+
+
 def test_nothing_catches_everything() -> None:
     """No broad ``except`` outside the command line's last line, the boundary of a request to the server, and work that
     the engine thread and those that read and write do for a caller, who gets the error.

@@ -384,13 +384,27 @@ class NoBackEnd:
             raise ImportError("libmlx.so: cannot open", name="core", path="/site-packages/mlx/core.cpython-311.so")
 sys.meta_path.insert(0, NoBackEnd())
 """
+LOW_LIMIT = """
+import resource
+def refuse(*_):
+    raise ValueError("not allowed to raise maximum limit")
+resource.setrlimit = refuse
+"""
 
 
-def test_failed_import_of_mlx_is_an_error_with_a_hint() -> None:
+@pytest.mark.parametrize(
+    ("beginning", "words"),
+    [
+        (NO_BACK_END, ["libmlx.so", "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'"]),
+        (LOW_LIMIT, ["the hard limit of open files to 4096", "Hint: LimitNOFILE=4096"]),
+    ],
+    ids=["no back end", "low limit of open files"],
+)
+def test_failed_import_of_mlx_is_an_error_with_a_hint(beginning: str, words: list[str]) -> None:
     program = f"""
 import sys
 import time
-{NO_BACK_END}
+{beginning}
 from mlx_flash import cli
 status = cli.main(["plan", "x"])
 try:
@@ -401,7 +415,7 @@ except ImportError as error:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) == 2 and lines[0] == f"mlx-flash: error: {lines[1]}"
-    assert "libmlx.so" in lines[1] and "Hint: on Linux MLX needs a back end: pip install 'mlx[cpu]'" in lines[1]
+    assert all(word in lines[1] for word in words)
 
 
 @pytest.mark.parametrize("command", [["--help"], ["help", "serve"], ["generate", "--help"], ["-V"]])

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash.convert import pack as pack_module
 from mlx_flash.convert.pack import (
@@ -454,3 +455,27 @@ def test_one_wrong_bit_is_found(scattered: Callable[[str], Path], tmp_path: Path
         pack(source, target, **THREE_MB, progress=progress)
     assert damaged and not damaged[0].exists() and not target.exists()
     finished(source, target, **THREE_MB)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from mlx_flash.layout.load import load_lazily
+from mlx_flash.convert.pack import pack
+from mlx_flash.storage.safetensors import read_checkpoint
+from mlx_flash.memory.footprint import peak_footprint
+load_lazily(Path(sys.argv[1]), read_checkpoint(Path(sys.argv[1])))
+before = peak_footprint()
+pack(Path(sys.argv[1]), Path(sys.argv[2]))
+print(peak_footprint() - before)
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """200 MB, of which the largest tensor has 131 MB."""
+    big = {**LARGER, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32_000, "num_hidden_layers": 2}
+    source = save(tmp_path / "source", {**big, "tie_word_embeddings": True})
+    assert read_checkpoint(source).nbytes > 200_000_000
+    done = children.run("-c", MEASURE, source, tmp_path / "packed")
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) < 40_000_000

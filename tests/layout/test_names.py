@@ -3,11 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
 
 from mlx_flash.errors import ConfigError
 from mlx_flash.layout.names import known_models, repository_of
+
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 128_256, "num_key_value_heads": 8}
+_QWEN = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151_936, "head_dim": 128}
+_QWEN |= {"num_key_value_heads": 8, "max_position_embeddings": 40_960}
+_MIXTURE = _QWEN | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
+_MIXTURE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+_TIED = {"head_dim": 64, "tie_word_embeddings": True}
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
+    "llama-3.2-1b": (_LLAMA | _TIED, (2048, 8192, 16, 32)),
+    "llama-3.2-3b": (_LLAMA | _TIED | {"head_dim": 128}, (3072, 8192, 28, 24)),
+    "llama-3.1-8b": (_LLAMA, (4096, 14_336, 32, 32)),
+    "llama-3.3-70b": (_LLAMA, (8192, 28_672, 80, 64)),
+    "mistral-7b": (_LLAMA | {"vocab_size": 32_768}, (4096, 14_336, 32, 32)),
+    "qwen3-8b": (_QWEN, (4096, 12_288, 36, 32)),
+    "qwen3-32b": (_QWEN, (5120, 25_600, 64, 64)),
+    "qwen3-30b-a3b": (_MIXTURE | {"moe_intermediate_size": 768}, (2048, 6144, 48, 32)),
+    "qwen3-235b-a22b": (_MIXTURE | {"moe_intermediate_size": 1536}, (4096, 12_288, 94, 64)),
+}
+"""Configurations of rows whose models all have 4 bits, and their shapes."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_of_the_table_are_those_of_mlx_lm(name: str) -> None:
+    known, (entries, shape) = known_models()[name], CONFIGS[name]
+    config = {"tie_word_embeddings": False, **entries, **dict(zip(_SHAPE, shape, strict=True))}
+    kind, settings = _get_classes(config)
+    model = kind(settings.from_dict(config))
+    model.apply(lambda array: array.astype(mx.bfloat16))
+    nn.quantize(model, 64, 4)  # nothing is computed
+    sizes = {path: array.nbytes for path, array in tree_flatten(model.parameters())}
+    assert sum(sizes.values()) == pytest.approx(known.bytes, rel=1e-3)  # routers have 4 bits here, some have 8
+    experts = sum(nbytes for path, nbytes in sizes.items() if "switch_mlp" in path)
+    table = sum(nbytes for path, nbytes in sizes.items() if "embed_tokens" in path)
+    idle = experts - known.chosen_bytes + (0 if config["tie_word_embeddings"] else table)
+    assert (known.experts, known.bytes - known.token) == (experts, idle)
 
 
 def test_rows_make_sense() -> None:

@@ -477,11 +477,6 @@ def lines_of(history: History, width: int = 80, height: int | None = 24) -> list
     return text_of(history, on=canvas(width, height))
 
 
-def line_of(history: History, label: str) -> str:
-    (line,) = [line for line in lines_of(history) if line.startswith(label)]
-    return line
-
-
 # Rates
 
 

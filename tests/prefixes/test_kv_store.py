@@ -80,6 +80,12 @@ def test_nothing_else_is_found(opened: Opener, other: dict[str, Any]) -> None:
     assert found(mine, TOKENS) == 6, "and what they store changes nothing"
 
 
+def test_tenants_are_told_apart_by_more_than_joining_words(opened: Opener) -> None:
+    put(opened(model="ab", settings="c", tenant="d"), TOKENS)
+    assert opened(model="a", settings="bc", tenant="d").find(TOKENS).num_tokens == 0
+    assert opened(model="ab", settings="cd", tenant="").find(TOKENS).num_tokens == 0
+
+
 def test_any_number_and_size_of_blobs(opened: Opener) -> None:
     store = opened()
     sizes = [0, 1, 4095, 4096, 4097, 300_000]
@@ -350,6 +356,20 @@ def test_a_days_writes_end_storing_for_the_day(opened: Opener, caplog: pytest.Lo
     assert found(store, TOKENS) == 4 and stats(store)["refused_wear"] == 1
     now[0] += 24 * 3600
     assert put(store, TOKENS) == [True] * 6
+
+
+def test_a_directory_that_cannot_be_written_is_read(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(opened(), TOKENS)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, os.strerror(13))
+
+    for name in ("_locked", "make_private"):  # tests may run as root
+        with monkeypatch.context() as patch:
+            patch.setattr(page_folder, name, refuse)
+            store = opened()
+            assert found(store, TOKENS) == 6
+            assert put(store, [1] * STEP) == [False] and not store.is_writable
 
 
 def test_lock_held_by_a_stopped_process_ends_storing_only(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,14 @@ def test_decisions(plan: ResidencyPlan) -> None:
     assert caught.value.status == 413
 
 
+def test_requests_that_wait_hold_their_logits(plan: ResidencyPlan) -> None:
+    """Those of the last token, and their log-probabilities."""
+    logits = plan.activations.logits_per_token
+    larger = replace(plan, activations=replace(plan.activations, logits_per_token=logits + 1000))
+    one, three = (together_bytes(larger, [100] * n, "exact") - together_bytes(plan, [100] * n, "exact") for n in (1, 3))
+    assert three - one == 2 * 2 * 1000
+
+
 @pytest.mark.parametrize("may_batch", [True, False])
 def test_a_request_may_need_all_the_room(plan: ResidencyPlan, may_batch: bool) -> None:
     needed = together_bytes(plan, [120], "exact") if may_batch else alone_bytes(plan, 120)

@@ -604,6 +604,22 @@ def test_busy_seconds_count_parallel_reads_once(shard: Path) -> None:
     assert 2 * 3 * 0.05 <= reader.stats.busy_seconds <= waited
 
 
+def test_waiting_for_a_processor_is_not_waiting_for_reads(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report said that 20 % of the time went to waiting for the disk, and 18 % to reading."""
+    load = small_load(shard)
+    reader = open_reader(shard, read_size=1 << 20)  # one read: between two of them no read is in flight
+    change_of, is_late = reader._change_of, threading.Event()
+
+    def late(files: Any) -> Exception | None:
+        is_late.wait(0.05)  # before the system lets the caller go on
+        return change_of(files)
+
+    monkeypatch.setattr(reader, "_change_of", late)
+    ticket = load.submit(reader)
+    assert ticket.wait() <= reader.stats.busy_seconds
+    assert ticket.wait() == 0
+
+
 # --- files that change -----------------------------------------------------------------
 
 

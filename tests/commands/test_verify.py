@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import llama
 
 from mlx_flash import FileChangedError, FlashConfig
 from mlx_flash.commands.arguments import parse_arguments
@@ -63,11 +64,13 @@ def test_long_prompt_is_computed_in_parts(folder: Callable[[str], Path]) -> None
 def test_reference_has_one_layer_in_memory(tmp_path: Path) -> None:
     directory = save(tmp_path / "model", {**LLAMA, "num_hidden_layers": 16})
     layout = prepare(directory, FlashConfig(ram_budget_gb="min")).layout
+    call = llama.TransformerBlock.__call__
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     of_tokens(layout, [1, 2, 3, 4], 1, 3).repeat(directory, resident=False, report=lambda *_: None)
     assert mx.get_peak_memory() - before < nbytes_of(layout) / 3
+    assert llama.TransformerBlock.__call__ is call, "nothing is watched any more"
 
 
 def flip(memory: memoryview, index: int) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -94,10 +93,6 @@ def same(left: Sequence[tuple[int, mx.array]], right: Sequence[tuple[int, mx.arr
 
 def bits(array: mx.array) -> mx.array:
     return mx.contiguous(array).view(mx.uint8)
-
-
-def address(array: mx.array) -> int:
-    return int(np.frombuffer(memoryview(array), np.uint8).ctypes.data)  # type: ignore[arg-type]
 
 
 def adding(layers: Iterable[PooledCache], num_new: int, step: int, nbytes: Sequence[int] | int = 0) -> Adding:

@@ -50,23 +50,18 @@ def solo(directory: Path, prompt: Sequence[int]) -> list[mx.array]:
     return found
 
 
-def together(model: FlashLLM, prompts: Sequence[Sequence[int]], *, joins_every: int = 0) -> list[list[mx.array]]:
-    """Compute all prompts and their tokens in shared passes; each prompt joins so many passes after the one before."""
+def together(model: FlashLLM, prompts: Sequence[Sequence[int]]) -> list[list[mx.array]]:
+    """Compute all prompts and their tokens in shared passes."""
     caches: list[Any] = [make_prompt_cache(model) for _ in prompts]
     found: list[list[mx.array]] = [[] for _ in prompts]
-    num_rounds = 0
-    while min(map(len, found)) < NUM_TOKENS:
-        rows = {}
-        for i, prompt in enumerate(prompts):
-            if len(found[i]) < NUM_TOKENS and i * joins_every <= num_rounds:
-                tokens = mx.argmax(found[i][-1], -1) if found[i] else mx.array([prompt])
-                rows[i] = model.row(tokens, caches[i], STEP)
-        while not all(row.is_done for row in rows.values()):
-            model.advance(list(rows.values()))
-        for i, row in rows.items():
+    for number in range(NUM_TOKENS):
+        given = [mx.argmax(outputs[-1], -1) for outputs in found] if number else [mx.array([each]) for each in prompts]
+        rows = [model.row(tokens, cache, STEP) for tokens, cache in zip(given, caches, strict=True)]
+        while not all(row.is_done for row in rows):
+            model.advance(rows)
+        for outputs, row in zip(found, rows, strict=True):
             assert row.error is None
-            found[i].append(row.outputs[-1])
-        num_rounds += 1
+            outputs.append(row.outputs[-1])
     return found
 
 

@@ -16,7 +16,6 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.options import KVOptions
 from mlx_flash.residency.ledger import Ledger, check_kv, in_memory, ledger_of, on_disk
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
@@ -24,7 +23,6 @@ from models import LLAMA, save
 HEADS, WIDTH = 2, 32
 ROW = 2 * HEADS * WIDTH * 2
 CONTEXT, STEP = 300, 16
-UNDER_WAY_BYTES = KVOptions.under_way_bytes
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import children
@@ -21,13 +20,10 @@ from children import ROOT
 from models import random_model_script
 from zoo import configuration
 
-Array = np.ndarray[Any, Any]
-
 SCRIPTS = ROOT / "scripts"
 MACHINE = SCRIPTS / "small_machine"
 TINY = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
 SKEWED = ["--architecture=qwen3_moe", "--routing-skew=1"]
-EXPERTS = ["--experts=4", "--experts-per-token=2", "--dtype=float32"]
 
 
 def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

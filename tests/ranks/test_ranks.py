@@ -10,11 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -32,6 +36,9 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError
 from mlx_flash.layout.units import layers_of
 from mlx_flash.ranks import (
+    HAND_ON,
+    HAND_OVER,
+    HANDED,
     NeededFiles,
     RankFolder,
     RankSpeed,
@@ -41,6 +48,7 @@ from mlx_flash.ranks import (
     share_layers,
 )
 from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.streaming.lockstep import Lockstep, Results
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from shared_passes import MODELS as ROW_MODELS
 from streamed import config
@@ -342,3 +350,35 @@ def test_an_error_on_one_rank_ends_the_row_on_all(found: Found) -> None:
 def test_a_model_that_needs_an_order_is_computed_in_order_on_all_ranks(found: Found) -> None:
     """Only the rank that streams these layers one by one sees it."""
     assert all(found[rank, "uses again"]["needs_order"] for rank in range(NUM_RANKS))
+
+
+def test_one_rank_computes_a_group_while_another_computes_the_next_one() -> None:
+    """Two ranks whose layers take turns. Of the first group, layer n + 1 waits for layer n of the second."""
+    num_layers = 5
+    meeting = threading.Barrier(NUM_RANKS, timeout=30)
+    both_compute = [threading.Barrier(2, timeout=30) for _ in range(num_layers)]
+
+    def agree(results: Results) -> Results:
+        meeting.wait()
+        return results
+
+    def call(stream: Any, rank: int, group: int) -> None:
+        for layer in range(num_layers):
+            is_own = layer % NUM_RANKS == rank
+            if is_own:
+                stream.wait_turn(layer)
+                if 0 <= layer - 1 + group < num_layers - 1:
+                    both_compute[layer - 1 + group].wait()
+            stream.wait_turn((HAND_ON if is_own else HAND_OVER, layer))
+            if not is_own:
+                stream.wait_turn((HANDED, layer))
+
+    def run(rank: int) -> list[int]:
+        read = list[int]()
+        stream: Any = SimpleNamespace(acquire=read.append, release=lambda layer: None)
+        lockstep = Lockstep(stream, *[lambda number: None] * 3, agree, NUM_RANKS)
+        assert lockstep.run([[partial(call, stream, rank, group)] for group in range(2)]) == [[None], [None]]
+        return read
+
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        assert list(threads.map(run, range(NUM_RANKS))) == [[0, 2, 4], [1, 3]]

@@ -200,6 +200,9 @@ def test_what_is_not_ours_is_left_alone() -> None:
     for text in FOREIGN:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         assert find() == [] and path.exists(), text[:80]
+    path.write_text(envelope())
+    path.parent.rename(path.parents[1] / "other")
+    assert find() == [] and (path.parents[1] / "other").exists()
 
 
 PROGRAM = """

@@ -188,6 +188,16 @@ print(model.plan.budget_bytes, peak_footprint(), model.plan.prefill_step_size)
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="the budget is less than a process that uses a GPU")
+def test_states_that_are_copied_for_each_token_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where MLX keeps an array that a later write would otherwise change in place."""
+    directory, found = save(tmp_path, configuration("jamba")), []
+    for copies in (False, True):
+        monkeypatch.setattr("mlx_flash.residency.sizes.has_own_memory", lambda copies=copies: copies)
+        found.append(prepare(directory, FlashConfig(ram_budget_gb="min", context_length=64)).plan)
+    in_place, copied = (plan.activations.nbytes(64, 64, all_logits=False) for plan in found)
+    assert copied - in_place == 64**2 * found[1].cache.largest_scan > 0
+
+
 def test_what_mlx_records_of_a_loop_over_tokens_is_planned(tmp_path: Path) -> None:
     """A recurrent layer records some 30 operations a token before the first is computed: 0.5 kB each, in no array."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 4000}

@@ -15,7 +15,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.residency import machine
-from mlx_flash.residency.machine import Machine, prompt_speedup
+from mlx_flash.residency.machine import Machine, kept_products, largest_linear, prompt_speedup, read_products
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes
@@ -215,3 +215,44 @@ def test_named_budget_is_enough_for_the_next_load(tmp_path: Path, monkeypatch: p
     assert named() > first
     grown = 0
     assert named() == first
+
+
+# As on a GPU that takes 5 seconds to fetch what the processor wrote, and half a second for a product or an operation
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the probes have written to memory for weights that were not fetched yet."""
+    found: list[int] = []
+    fill = machine.Arena.fill
+
+    def seconds(function: Any, x: Any) -> float:
+        outputs = function(x)
+        taken = 5.0 if found and found.pop() == 0 else 0.0
+        return taken + 0.5 * (len(outputs) if isinstance(outputs, list) else 1)
+
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "in place")
+    monkeypatch.setattr(machine.Arena, "fill", lambda self, byte: (found.append(byte), fill(self, byte)))
+    monkeypatch.setattr(machine, "_seconds", seconds)
+    return found
+
+
+def test_weights_are_fetched_where_they_were_just_read(
+    layout: ModelLayout, written: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = largest_linear(layout)
+    assert kept_products(linear) == machine.operation_seconds() == 0.0, "memory is shared"
+    monkeypatch.setattr(machine, "has_own_memory", lambda: True)
+    assert kept_products(linear) == pytest.approx(11 * read_products(linear))
+    assert machine.operation_seconds() == 0.5 / machine._NUM_OPERATIONS
+    assert prompt_speedup(layout) == 16 * 11, "once for all tokens"
+    cleared: list[int] = []
+    monkeypatch.setattr(machine, "clear", lambda memory: cleared.append(len(memory)))
+    monkeypatch.setattr(machine, "way_of_reading", lambda: "copied by the driver")
+    assert kept_products(linear) == pytest.approx(read_products(linear)) and cleared, "the driver has written them"
+
+
+def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save(tmp_path / "model", LLAMA)
+    monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
+    assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000

@@ -48,7 +48,8 @@ def test_a_complete_checkpoint_is_loaded_whatever_its_index_says(form: str, tmp_
 def test_the_index_names_the_shards_of_missing_parameters(shape: dict[str, object], tmp_path: Path) -> None:
     directory = save(tmp_path, dict(shape), num_shards=3)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    (directory / INDEX).write_text(json.dumps({"weight_map": dict(zip("abc", names, strict=True))}))
+    unprintable = {"d": "\x1b[2J", "e": 5}
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict(zip("abc", names, strict=True)) | unprintable}))
     (directory / names[1]).unlink()
     with pytest.raises(IndexFileError, match=rf"no tensor for .*names {names[1]} \(1 files\).*incomplete"):
         prepare(directory, FlashConfig(ram_budget_gb=2.0))

@@ -77,6 +77,19 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert read_bytes(model, [[1]]) == whole + row
 
 
+def test_units_that_are_not_in_a_slot_give_first(directory: Path) -> None:
+    with streamed_whole(directory) as model:
+        loans = loans_of(model)
+        loans.lend(EVERYTHING)
+        run(model, [[1], [2]])
+        wait_for_reads(model)
+        in_slots = [array for array in loans._lent if loans._stream.units[array.unit].is_in_slot]
+        others = loans.nbytes - sum(array.nbytes for array in in_slots)
+        assert in_slots and others > 0
+        loans.recall(others)
+        assert list(loans._lent) == in_slots
+
+
 def test_a_part_of_the_budget_is_never_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(need_module, "footprint", lambda: 100 * MB)
     with streamed_whole(directory) as model:

@@ -22,15 +22,14 @@ class Workers(Generic[T]):
     def __init__(self, name: str, number: int, work: Callable[[T], None]) -> None:
         self.queue: SimpleQueue[T | None] = SimpleQueue()
         self.are_started = False
-        self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, work
+        self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, weakref.WeakMethod(work)
         self._threads: list[threading.Thread] = []
         finalize(self, _end, self.queue, number)  # also of one that an interrupt has hidden
 
     def start(self) -> None:
         """Start the threads, once. They end with Python if nobody ends them before."""
         while len(self._threads) < self._number:
-            arguments = self.queue, weakref.WeakMethod(self._work)
-            thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
+            thread = threading.Thread(target=_serve, args=(self.queue, self._work), name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
         self.are_started = True

@@ -35,6 +35,7 @@ from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import RETRIES, Arrival, BackgroundPrefetcher, Caching
 from mlx_flash.storage.safetensors import TensorRecord
 from reading import CACHING, PAGE, Load, descriptors, num_cached_pages, packed, reader_threads, write_file
+from waiting import eventually
 
 # --- helpers ---------------------------------------------------------------------------
 
@@ -529,6 +530,21 @@ def test_close_ends_threads_and_closes_files(shard: Path, mode: str) -> None:
         assert descriptors() == before
     with pytest.raises(ClosedError):
         load.submit(reader)
+
+
+def test_threads_end_with_their_reader(shard: Path) -> None:
+    """Without a garbage collection, which may come late."""
+    load, reader = small_load(shard), BackgroundPrefetcher([shard])
+    load.check(reader)
+    files = [*reader._files.values()]
+    gc.disable()
+    try:
+        del reader
+        eventually(lambda: not reader_threads())
+    finally:
+        gc.enable()
+        for file in files:
+            file.close()
 
 
 @pytest.mark.parametrize("urgent", [False, True])

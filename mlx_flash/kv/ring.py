@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_flash.compat.arrays import address_of
-from mlx_flash.errors import ReadError
+from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.kv.disk import DiskRows, RowBytes, RowLayout, segments
 from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
@@ -277,7 +278,8 @@ class SlotRing:
         if slot is None:
             return
         self._assign(slot, upcoming, upcoming.length + num_new)
-        self._read(slot, upcoming, 0)
+        with suppress(WriteError):  # of pages that another sequence may have lost: its own call raises it
+            self._read(slot, upcoming, 0)
 
 
 def _as_grown(array: mx.array, capacity: int) -> mx.array:

@@ -457,8 +457,9 @@ class DiskRows(Opaque):
             block = [np.concatenate([old, new[:, :used]], axis=1) for old, new in zip(self.tail, rows, strict=True)]
             pages = self.file.allocate(num_pages)
             self.file.write(pages, block)
-            self.pages += tuple(pages)  # now, because the tail is about to be written over
-            self.paged_tokens = self.length = len(self.pages) * self.layout.step
+            paged = self.paged_tokens + num_pages * self.layout.step
+            # now, because the tail is about to be written over, and in one step, which no interrupt cuts in two
+            vars(self).update(pages=(*self.pages, *pages), paged_tokens=paged, length=paged)
         start = self.length - self.paged_tokens
         for part, new in zip(self._tail, rows, strict=True):
             part[:, start : start + new.shape[1] - used] = new[:, used:]
@@ -479,13 +480,14 @@ class DiskRows(Opaque):
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from ``length`` on. Raises: ReadError: those that do not fill a page any more."""
+        held: dict[str, Any] = {"length": length}
         if length < self.paged_tokens:
             number, left = divmod(length, self.layout.step)
             paged = number * self.layout.step
+            held |= {"pages": self.pages[:number], "paged_tokens": paged}
             if left:
-                self._tail = _read_pages(self, paged, paged + self.layout.step)
-            self.pages, self.paged_tokens = self.pages[:number], paged
-        self.length = length
+                held["_tail"] = _read_pages(self, paged, paged + self.layout.step)
+        vars(self).update(held)  # one step, which no interrupt cuts in two
 
     def read(self, start: int, stop: int) -> RowBytes:
         """Return copies of the rows of some tokens. Raises: ReadError."""

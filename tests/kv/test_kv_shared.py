@@ -160,3 +160,21 @@ def test_an_interrupt_leaves_a_cache_in_memory_or_on_disk(options: Callable[...,
             break
         number += 1
     assert number > 20 and ends == {False, True}
+
+
+def test_an_interrupt_leaves_tokens_on_disk_that_are_right(options: Callable[..., KVOptions]) -> None:
+    pool, number, rows = KVPool(options(step=16)), 0, (rows_of(1, 30, mx.float16), rows_of(2, 30, mx.float16))
+    first = Conversation(pool)
+    first.feed(0, 40)
+    expected = copy.deepcopy(first.theirs[0]).update_and_fetch(*rows)
+    offload_all(pool)
+    while True:
+        layer = copy.copy(first.mine[0])
+        strike = Tracer(number, ["kv/kvpool.py", "kv/disk.py"])
+        is_struck = strike.strike(lambda layer=layer: (layer.update_and_fetch(*rows), layer.trim(35)))
+        length = layer.offset
+        assert equal(layer.keys_and_values(), [part[..., :length, :] for part in expected]), strike.where
+        if not is_struck:
+            break
+        number += 1
+    assert length == 35 and number > 100

@@ -280,7 +280,7 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
         failing = "layer-"
         rows = [model.row(PROMPT[None, :40], cache, STEP) for cache in caches]
         model.advance(rows)
-        assert all(isinstance(row.error, WriteError) for row in rows)
+        assert isinstance(rows[0].error, WriteError) and rows[1].error is None  # whose pages are written later
         failing = "none"
         assert same(generated(model), generated(stock(directory)))
         with pytest.raises(CacheError, match="Hint: start again with a fresh prompt cache"):

@@ -170,15 +170,17 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def _no_freed_buffers() -> Iterator[None]:
-    """Let MLX keep no buffers of freed arrays. On the CPU the limit of an earlier test's model stays, however large.
-
-    What earlier tests have left ends before: finalizers leave the ends of models to the engine thread.
-    """
+def _end_what_is_left() -> None:
+    """Wait until what tests have left has ended: finalizers leave the ends of models to the engine thread."""
     gc.collect()
     wait_for_finalizers()
     enginethread.run(gc.collect)
+
+
+@pytest.fixture
+def _no_freed_buffers() -> Iterator[None]:
+    """Let MLX keep no buffers of freed arrays. On the CPU the limit of an earlier test's model stays, however large."""
+    _end_what_is_left()
     limit = mx.set_cache_limit(0)
     mx.clear_cache()
     yield
@@ -192,7 +194,7 @@ def _gives_memory_back() -> Iterator[None]:
     What is left, such as modules that tests imported, is excluded from later collections: many tests ask for one.
     """
     yield
-    gc.collect()
+    _end_what_is_left()
     gc.freeze()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

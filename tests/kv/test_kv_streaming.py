@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.options import KVOptions
 from models import save, stock
 from saved_models import models_fixture
+from waiting import eventually
 
 __all__ = ["little_under_way"]
 
@@ -289,3 +291,13 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
 
 def _is_kv(fd: int) -> bool:
     return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
+
+
+def test_files_are_removed_with_a_model_that_is_not_closed(directories: Callable[[str], Path], tmp_path: Path) -> None:
+    directory, base = directories("llama"), tmp_path / "missing" / "kv"
+    model = load_model(directory, settings(directory, kv_directory=base))[0]
+    generated(model, 2)
+    assert list(base.iterdir())
+    del model
+    gc.collect()
+    eventually(lambda: not list(base.iterdir()))

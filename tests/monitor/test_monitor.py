@@ -108,6 +108,12 @@ def test_only_the_last_minute_is_remembered() -> None:
 # Drawing
 
 
+def test_cached_part_of_the_files_is_shown() -> None:
+    history = History(published(state(read={"nbytes": 1e9, "cached_bytes": 5e8}), 100.0))
+    history.add(published(state(read={"nbytes": 5e9, "cached_bytes": 15e8, "cached_file_bytes": 12e8}), 102.0))
+    assert "1.20 GB of the files in free memory; 25% of reads now" in "\n".join(text_of(history))
+
+
 def test_sparklines_bars_and_strips() -> None:
     assert chart([0, 0.5, 1, None], 1, 1) == ["▁▅█ "]
     assert chart([0, 0.5, 1, None], 1, 2) == ["  █ ", "▁██ "]

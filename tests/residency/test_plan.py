@@ -417,6 +417,13 @@ def test_a_second_slot_is_taken_where_it_hides_computing() -> None:
 # --- what is set aside for tokens ------------------------------------------------------------------------------------
 
 
+def test_a_head_is_not_cut_into_many_small_tiles_to_pin_a_little_more() -> None:
+    sizes = make_model(layers=[[3 * MB] * 4] * 12, head=(128_000, 4096))
+    for plan in plans_between(sizes, FIXED, make_machine(), [0.1, 0.2, 0.3, 0.4]):
+        for head, num_rows in tiled_units(sizes, plan):
+            assert len(tiles(head, num_rows)) <= 64
+
+
 def test_a_context_that_takes_most_of_the_memory_still_leaves_the_rest_to_weights() -> None:
     """Its activations exceed their share even with the shortest step."""
     sizes = make_model()

@@ -44,7 +44,8 @@ _HOMES = {
 }
 _HOME_OF = {name: f"mlx_flash.{home}" for home, names in _HOMES.items() for name in names}
 
-__all__ = [*sorted(name for name in globals() if name.endswith("Error")), *_HOME_OF]
+if not TYPE_CHECKING:  # type checkers cannot read it: they take all names above
+    __all__ = [*sorted(name for name in globals() if name.endswith("Error")), *_HOME_OF]
 
 
 def __getattr__(name: str) -> "Any":
@@ -58,4 +59,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_OF})

@@ -396,8 +396,8 @@ def test_a_dead_generation_thread_is_told(plain: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 1}], ids=["in a batch", "alone"])
 def test_a_client_that_leaves_ends_its_request(server: Live, fields: dict[str, Any]) -> None:
-    for is_early in (True, False):
-        with server.leaving(TEXT, prompt="x", max_tokens=20_000, stream=True, **fields) as connection:
+    for streams, is_early in ((True, True), (True, False), (False, True)):
+        with server.leaving(TEXT, prompt="x", max_tokens=20_000, stream=streams, **fields) as connection:
             assert is_early or connection.recv(100)
         passes = server.model.counters.num_passes
         eventually(lambda: not server.room.num_answers and not any(loaded.jobs for loaded in server.room.models))

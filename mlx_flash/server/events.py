@@ -7,6 +7,7 @@ come at any time and is the last one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -128,10 +129,8 @@ class Answers:
         self._events.append((number, event))
         if not self._is_told and (not self.is_whole or isinstance(event, End | Failed)):
             self._is_told = True
-            try:  # noqa: SIM105 three calls for each token
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the client with it
                 self._loop.call_soon_threadsafe(self.wake)
-            except RuntimeError:  # the loop is closed, and the client with it
-                pass
 
     def wake(self) -> None:
         """Let the client look for events. Those that come from now on wake it again."""

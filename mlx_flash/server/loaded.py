@@ -187,7 +187,7 @@ class LoadedModel:
             job.grammar = self._grammars.of(request, job.prompt)
         except (FlashError, MemoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # of the model's template or tokenizer, whose code may raise anything
             field = "prompt" if request.messages is None else "messages"
             raise RefusedError(f"{field} cannot be used: {type(error).__name__}: {error}", 400, field) from error
         sampler_of(request.sampling, self.tokenizer, self.vocab_size)

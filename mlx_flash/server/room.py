@@ -172,7 +172,7 @@ class EngineRoom:
         if (news := self._news()) is not None and self._take_news(news):
             return True
         while self._waiting and ends_alone(self._waiting[0].fail, self._admit, self._waiting[0]) is not False:
-            self._waiting.popleft()
+            self._waiting.popleft()  # it has begun, or failed
         for model in self.models:
             if model.jobs:
                 ends_alone(partial(self._fail_all, model), model.advance)
@@ -211,7 +211,11 @@ class EngineRoom:
     def _take_in(self, request: GenerationRequest) -> None:
         """Queue a request. Refuse it if its model is unknown, or has never room for it."""
         answer = self._answers.get(request.number)  # None on other ranks than 0, or if the client is gone
-        refuse = lambda error: None if answer is None else answer.put(request.number, Failed(error))  # noqa: E731
+
+        def refuse(error: RefusedError) -> None:
+            if answer is not None:
+                answer.put(request.number, Failed(error))
+
         ends_alone(refuse, self._queue, request, answer)
 
     def _queue(self, request: GenerationRequest, answer: Answers | None) -> None:

@@ -12,9 +12,8 @@ from mlx_flash.engine.call import Lane
 from mlx_flash.engine.engine import Lending
 from mlx_flash.errors import BudgetError, ConfigError, FlashError
 from mlx_flash.kv.growth import Growth, update_growth
-from mlx_flash.kv.kvledger import KVLedger, Way
+from mlx_flash.kv.kvledger import NUM_SLOTS, KVLedger, KVOptions, Way
 from mlx_flash.kv.kvpool import Adding, KVPool, PooledCache
-from mlx_flash.kv.options import NUM_SLOTS, KVOptions
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory

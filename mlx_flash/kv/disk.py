@@ -32,7 +32,7 @@ from mlx_flash.errors import WriteError
 from mlx_flash.files import PrivateFolder, close_all, free_bytes, write_at
 from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize, wait_for_finalizers
-from mlx_flash.kv.options import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
+from mlx_flash.kv.kvledger import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import merged, pass_on
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, buffers_of, pair, resized
-from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 
 

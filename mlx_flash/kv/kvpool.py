@@ -29,8 +29,7 @@ from mlx_flash.errors import ClosedError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import DiskRows, KVFiles, RowLayout
 from mlx_flash.kv.history import pass_on
-from mlx_flash.kv.kvledger import KVLedger, Layers, Way, no_room
-from mlx_flash.kv.options import KVOptions, queued_bytes
+from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers, Way, no_room, queued_bytes
 from mlx_flash.kv.owed import owing, own_kind
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.layout.reachable import Opaque

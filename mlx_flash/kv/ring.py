@@ -23,7 +23,7 @@ import numpy as np
 from mlx_flash.compat.arrays import address_of
 from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.kv.disk import DiskRows, RowBytes, RowLayout, segments
-from mlx_flash.kv.options import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
+from mlx_flash.kv.kvledger import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
 from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
 from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up

@@ -23,7 +23,7 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.history import History, make_labels
-from mlx_flash.kv.options import PAGE_TOKENS
+from mlx_flash.kv.kvledger import PAGE_TOKENS
 from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.prefixes.leaves import (
     Leaf,

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError
-from mlx_flash.kv.kvledger import KVLedger, Layers
-from mlx_flash.kv.options import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVOptions
+from mlx_flash.kv.kvledger import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVLedger, KVOptions, Layers
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes

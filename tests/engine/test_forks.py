@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.telemetry import find
 
 def published(pid=os.getpid()):

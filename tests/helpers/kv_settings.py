@@ -60,7 +60,7 @@ def least_share(directory: Path, config: FlashConfig) -> int:
 @pytest.fixture(autouse=True)
 def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers of reads and writes are larger than the caches of tiny models: these would never leave memory."""
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+    monkeypatch.setattr("mlx_flash.kv.kvledger.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
 def offload_all(pool: KVPool) -> None:

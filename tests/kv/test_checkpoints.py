@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.kvledger import KVOptions
 
 
 def pooled() -> Any:

@@ -25,8 +25,8 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.kv import options as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import KVPool, PooledCache
-from mlx_flash.kv.options import KVOptions
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.prefixes.leaves import RowLeaf

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from interrupt_points import Tracer
 from kv_settings import adding, equal, little_under_way, offload_all, rows_of
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.options import KVOptions
 from mlx_flash.layout.reachable import nbytes_in
 from waiting import eventually
 

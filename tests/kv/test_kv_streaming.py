@@ -37,7 +37,7 @@ from mlx_flash import (
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.diskcache import DiskQuantizedKVCache
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.kvledger import KVOptions
 from models import save, stock
 from saved_models import models_fixture
 from waiting import eventually

@@ -16,8 +16,7 @@ from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.engine.call import Lane, Row
 from mlx_flash.engine.need import check_least
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import KVLedger, Layers
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers
 from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from zoo import configuration

@@ -24,7 +24,7 @@ from mlx_flash import FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.call import Lane, parse_call
 from mlx_flash.engine.need import need
-from mlx_flash.kv.options import KVOptions
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import footprint

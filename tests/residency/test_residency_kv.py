@@ -35,7 +35,7 @@ def sizes(tmp_path_factory: pytest.TempPathFactory) -> ModelSizes:
 
 @pytest.fixture(autouse=True)
 def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+    monkeypatch.setattr("mlx_flash.kv.kvledger.KVOptions.under_way_bytes", lambda *_: 4096)
 
 
 def least_share(ledger: Ledger, context: int) -> int:

@@ -138,7 +138,7 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava", "gemma3"])
 def test_keys_and_values_may_be_on_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The buffers of reads and writes are larger than this model's caches.
-    monkeypatch.setattr("mlx_flash.kv.options.KVOptions.under_way_bytes", lambda *_: 4096)
+    monkeypatch.setattr("mlx_flash.kv.kvledger.KVOptions.under_way_bytes", lambda *_: 4096)
     folder = save(tmp_path / "model", name, num_layers=6)
     stock = utils.load_model(folder)
     tokens, pixels, extra = inputs(name, True)

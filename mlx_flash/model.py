@@ -28,7 +28,7 @@ from mlx_flash.engine.prepared import Prepared
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import Checkpoints
-from mlx_flash.kv.diskcache import arrays_of, make_caches
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.adapterfiles import check_adapter
 from mlx_flash.layout.load import model_name
@@ -300,10 +300,7 @@ class FlashLLM(ModelFacade):
             cache = make_prompt_cache(cast(nn.Module, self))
             return self._call(passes, token_call(call.arguments[0], cache, wants_logits=call.wants_logits))  # in parts
 
-        def given() -> Any:  # nothing keeps the buffers of the cache, which grow in the call
-            return (call.tokens, arrays_of(call.cache or ())) if call.is_plain else (call.arguments, call.keywords)
-
-        return self._life.run(compute, given)
+        return self._life.run(compute, args, kwargs)
 
     def row(
         self,
@@ -386,7 +383,8 @@ class FlashLLM(ModelFacade):
             ReadError: weights could not be read, and no row went on. Caches that can be trimmed are put back.
         """
         life = self._life
-        life.run(lambda passes: passes.advance(rows, lends=life.lends()), lambda: _arrays_of(rows))
+        given = [([part.tokens for part in row.left], row.whole.cache) for row in rows]
+        life.run(lambda passes: passes.advance(rows, lends=life.lends()), given)
 
     @property
     def body(self) -> nn.Module | None:
@@ -427,7 +425,7 @@ class FlashLLM(ModelFacade):
             passes.advance(rows, lends=self._life.lends())
             return [row.error or row.outputs[0] for row in rows]
 
-        return self._life.run(compute, lambda: [states for states, _ in heads])
+        return self._life.run(compute, [states for states, _ in heads])
 
     @property
     def is_in_memory(self) -> bool:
@@ -478,7 +476,7 @@ class FlashLLM(ModelFacade):
         return self.engine is not None and self.engine.has_own_head
 
     def _with_own_head(self, work: Callable[[], Any]) -> Any:
-        return self._life.run(lambda passes: work() if self._has_own_head else None, list)
+        return self._life.run(lambda passes: work() if self._has_own_head else None)
 
     def _call(self, passes: Passes, call: ForwardCall) -> Any:
         step = call.step_within(self.plan.prefill_step_size)
@@ -531,10 +529,6 @@ class FlashLLM(ModelFacade):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _arrays_of(rows: Sequence[Row]) -> list[Any]:
-    return [[part.tokens for part in row.left] + arrays_of(row.whole.cache or ()) for row in rows]
 
 
 def _applied(use: Callable[[mx.array], Any], run: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_flash.compat.require import require, require_that
 
@@ -39,6 +47,8 @@ class CacheKinds:
     # keys and values in buffers with room behind them
     buffers: tuple[type[Any], ...] = (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache)
 
+    trimmable: tuple[type[Any], ...] = (KVCache, QuantizedKVCache)  # any number of the last tokens can be removed
+
     @classmethod
     def add(cls, module: Any) -> None:
         cls.plain += (require(module, "KVCache"),)
@@ -67,6 +77,16 @@ def entries_of(cache: Iterable[Any]) -> list[Any]:
         return found
     parts = (entries_of(entry.caches) if issubclass(type(entry), CacheKinds.lists) else [entry] for entry in found)
     return [entry for part in parts for entry in part]
+
+
+def trimmable(cache: Iterable[Any]) -> list[int] | None:
+    """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
+    offsets: list[int] = []
+    for entry in cache:
+        if not issubclass(type(entry), CacheKinds.trimmable):  # entries that calls share refuse to be asked for a class
+            return None
+        offsets.append(entry.offset)
+    return offsets
 
 
 def length_of(entry: Any) -> int:

@@ -276,7 +276,8 @@ class Engine:
         for unit in layout.embeddings:
             if unit.name in tables:
                 head = self._tile(unit, heads[unit.name]) if unit.name in heads else None
-                self._swap(unit, EmbeddingRows, TableState(unit.large, self.reader, head), unit.large)
+                table = TableState(unit.module, unit.large, self.reader, head)
+                self._swap(unit, EmbeddingRows, table, unit.large)
                 self.heads += [head] if head is not None else []
         self._stream_layers(streamed)
         self.loans.settle()

@@ -31,7 +31,6 @@ from mlx_flash.engine.status import Status
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, FlashError
 from mlx_flash.forks import finalize, wait_for_finalizers
-from mlx_flash.kv.diskcache import arrays_of
 from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.wear import open_governor
@@ -181,14 +180,13 @@ class Lifecycle:
         self.passes = Passes(prepared.loaded.called, engine, self.counters, self.times)
         self.engine = engine
 
-    def run(self, work: Callable[[Passes], T], given: Callable[[], Any]) -> T:
+    def run(self, work: Callable[[Passes], T], *given: Any) -> T:
         """Start the model, and return what some work returns that has the passes to itself, in the engine thread.
 
-        ``given`` returns what the caller made: caches, and objects with arrays. Only the caller's thread can evaluate
-        them.
+        ``given`` is what the caller made: caches, and objects with arrays. Only the caller's thread can evaluate them.
         """
         self.start()
-        mx.eval(arrays_in(given()))
+        mx.eval(arrays_in(given))
         return enginethread.run(partial(self._run_in_turn, work))
 
     def _run_in_turn(self, work: Callable[[Passes], T]) -> T:
@@ -221,7 +219,7 @@ class Lifecycle:
                 output = self.prepared.loaded.called(*args, **kwargs)
                 if not is_small or self.plan.cache.largest_state:
                     # Only this thread can begin them, and no logits need the last state
-                    evaluate(arrays_of(cache), waits=False)
+                    evaluate(arrays_in(cache), waits=False)
             except BaseException:
                 self.counters.end(failed=True)
                 raise

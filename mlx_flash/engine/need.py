@@ -163,7 +163,7 @@ def _need(plan: ResidencyPlan, lanes: Sequence[Lane], waiting: int) -> Need:
     pool, adding, kv, in_use = next(iter(pools), None), _adding(plan, lanes), _NO_LAYERS, active_memory()
     if pool is not None:  # caches count with what they take instead of what they reserve
         kv = pool.ledger(adding)
-        in_use = max(0, in_use - kv.arrays - pool.ring.nbytes) + kv.now
+        in_use = max(0, in_use - kv.active) + kv.now
     return Need(
         plan,
         lanes,

@@ -19,13 +19,12 @@ import mlx.core as mx
 
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import explained
-from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.caches import entries_of, trimmable
 from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row
 from mlx_flash.engine.engine import Engine, Lending
 from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
-from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to, trimmable
-from mlx_flash.kv.diskcache import arrays_of
+from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to
 from mlx_flash.kv.kvpool import OnDisk
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
@@ -525,7 +524,7 @@ class Passes:
 
         def compute() -> Any:
             output = self._compute(call, is_pass=True)
-            mx.eval(arrays_of(call.cache or ()), arrays_in(output) if call.wants_output else ())
+            mx.eval(arrays_in(call.cache, output if call.wants_output else None))
             return output
 
         self.drop_logits(not call.wants_logits)

@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.compat.arrays import draw_as_between, evaluate, random_key, set_random_key
+from mlx_flash.compat.caches import trimmable
 from mlx_flash.compat.generation import (
     generation_stream,
     stock_generate,
@@ -35,7 +36,6 @@ from mlx_flash.compat.generation import (
 from mlx_flash.engine.call import Row
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, CacheError, ClosedError, WriteError
-from mlx_flash.kv.checkpoints import trimmable
 from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.kv.views import can_be_viewed
 from mlx_flash.logs import log

@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.caches import CacheKinds, entries_of
 from mlx_flash.kv.kvpool import buffers_of, pair, resized
 from mlx_flash.layout.reachable import arrays_in
 
 PutBack = Callable[[], None]
-
-_TRIMMABLE = (KVCache, QuantizedKVCache)
-"""Classes of caches from which any number of the last tokens can be removed."""
 
 
 class Checkpoints:
@@ -47,7 +44,7 @@ def checkpoint(entry: Any, found: Any = None) -> PutBack:
     that have grown since are cut: on GPUs the kernel of attention, and so its last bits, may depend on whether keys
     fill their buffer.
     """
-    if isinstance(entry, _TRIMMABLE):
+    if isinstance(entry, CacheKinds.trimmable):
         offset, capacity = entry.offset, _capacity(entry)
 
         def trim() -> None:
@@ -83,16 +80,6 @@ def trim_to(entry: Any, offset: int) -> None:
 def is_empty(cache: Sequence[Any]) -> bool:
     """Return whether no entry of a prompt cache holds anything."""
     return all(entry.empty() and not arrays_in(vars(entry)) for entry in entries_of(cache))
-
-
-def trimmable(cache: Sequence[Any]) -> list[int] | None:
-    """Return the offsets of all entries, to which they can be trimmed later; None if one cannot be trimmed."""
-    offsets: list[int] = []
-    for entry in cache:
-        if not issubclass(type(entry), _TRIMMABLE):  # entries that calls share refuse to be asked for a class
-            return None
-        offsets.append(entry.offset)
-    return offsets
 
 
 def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:

@@ -36,10 +36,9 @@ from mlx_flash.kv.kvledger import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KV
 from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
-from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile
+from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile, Workers
 from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
-from mlx_flash.storage.workers import Workers
 
 CHUNK_TOKENS = 8192
 """Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""
@@ -564,8 +563,6 @@ class KVFiles:
 
     def check_room(self, needed: int) -> None:
         """Check that the disk has so many free bytes. Raises: WriteError."""
-        if not needed:
-            return
         base = self._options.directory or cache_directory()
         wait_for_finalizers()  # which remove files of caches that are gone
         if needed > (found := free_bytes(base)):

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    BatchKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from mlx_flash.compat.caches import CacheKinds
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import CacheGroup, KVPool, OnDisk, PooledCache, buffers_of, pair, resized
-from mlx_flash.layout.reachable import arrays_in
-
-
-def arrays_of(cache: Iterable[Any]) -> list[mx.array]:
-    """Return every array of a prompt cache that is in memory. Those of common entries need no search."""
-    found: list[mx.array] = []
-    for entry in cache:
-        if type(entry) in (DiskKVCache, KVCache, RotatingKVCache):
-            found += [] if entry.keys is None else [entry.keys, entry.values]
-        else:
-            found += arrays_in(entry)
-    return found
 
 
 class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]

@@ -9,6 +9,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_flash.compat.caches import CacheKinds
+from mlx_flash.layout.reachable import Opaque
 
 Labels = np.ndarray[Any, np.dtype[np.int64]]
 """``(tokens, 4)``: the token, begin and end of the call that computed it, the form of the cache at that call."""
@@ -26,7 +27,7 @@ def make_labels(tokens: Sequence[int], begin: int, end: int, form: int) -> Label
     return labels
 
 
-class History:
+class History(Opaque):
     """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it."""
 
     def __init__(self, labels: Labels = NO_LABELS, ends: tuple[int, ...] = ()) -> None:

@@ -149,7 +149,8 @@ class KVLedger:
     options: KVOptions
     layers: Sequence[Layers]  # of all caches, and what a call, or several in lockstep, add to them
     step: int = 1  # how many of them go through the model at a time
-    slots_held: int = 0  # bytes of the slots of layers on disk
+    slots_held: int = 0  # bytes that the slots of layers on disk take
+    slots_active: int = 0  # bytes that MLX counts as active for them
     num_slots: int = NUM_SLOTS
     commits_lazily: bool = True  # slots take memory as they are written to
     under_way_bytes: int = 0  # kept free for reads and writes of layers on disk
@@ -159,9 +160,14 @@ class KVLedger:
         """Bytes in memory now: caches, slots, and the last tokens of layers on disk."""
         return self.arrays + (self._on_disk(more=False) if self.is_on_disk else self.slots_held)
 
+    @property
+    def active(self) -> int:
+        """Bytes that MLX counts as active: of caches in memory, and of slots."""
+        return self.arrays + self.slots_active
+
     @cached_property
     def arrays(self) -> int:
-        """Bytes of caches that MLX counts as active: without slots, and without layers on disk."""
+        """Bytes of caches in memory."""
         return sum([each.number * each.nbytes for each in self.layers if not each.is_on_disk])
 
     @cached_property

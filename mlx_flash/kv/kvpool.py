@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -66,7 +66,7 @@ NOTHING = Adding(MappingProxyType({}))
 
 
 @dataclass(eq=False)
-class CacheGroup:
+class CacheGroup(Opaque):
     """A list of caches, and when it was used last; 0 for never."""
 
     used_at: int = 0
@@ -393,24 +393,29 @@ class KVPool(Opaque):
                 token_bytes = nbytes // max(capacity, 1)
             alike[token_bytes, length, capacity, is_on_disk, num_new] += 1
         layers = [Layers(*each)._replace(number=number) for each, number in alike.items()]
-        slots = self.ring.held, len(self.ring.slots), commits_lazily(), self.under_way_bytes
-        return KVLedger(self.options, layers, adding.step, *slots)
+        ring, sizes = self.ring, (0, 0)
+        if self.files.num_layers:  # else nothing was on disk, and no slot has memory
+            sizes = ring.held, ring.nbytes
+        return KVLedger(
+            self.options, layers, adding.step, *sizes, len(ring.slots), commits_lazily(), self.under_way_bytes
+        )
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         ledger, files = self.ledger(), self.files
-        on_disk = self.on_disk.values() if ledger.is_on_disk else ()
-        files_used = {disk.file for disk in on_disk if disk.layout.components}
-        self.usage = KVUsage(
-            memory_bytes=ledger.now,
-            disk_bytes=sum([file.nbytes for file in files_used]),
-            reserved_bytes=ledger.arrays + self.ring.nbytes,
-            read_bytes=files.read_bytes,
-            written_bytes=files.writer.nbytes,
-            num_offloaded=files.num_layers,
-            wait_seconds=self.ring.wait_seconds,
-        )
-        return self.usage
+        usage = KVUsage(ledger.now, reserved_bytes=ledger.active)
+        if files.num_layers:
+            files_used = {disk.file for disk in self.on_disk.values() if disk.layout.components}
+            usage = replace(
+                usage,
+                disk_bytes=sum([file.nbytes for file in files_used]),
+                read_bytes=files.read_bytes,
+                written_bytes=files.writer.nbytes,
+                num_offloaded=files.num_layers,
+                wait_seconds=self.ring.wait_seconds,
+            )
+        self.usage = usage
+        return usage
 
     def admit(self, adding: Adding, limit: int, way: Way | None = None) -> int:
         """Prepare a call, or several in lockstep: decide which layers are on disk while it runs.
@@ -444,7 +449,8 @@ class KVPool(Opaque):
     def way(self, ledger: KVLedger, limit: int) -> Way:
         """Return how a call stays within a limit. Raises: WriteError: there is no room on the disk."""
         way = ledger.way(limit)
-        self.files.check_room(way.disk_bytes)
+        if way.disk_bytes:
+            self.files.check_room(way.disk_bytes)
         return way
 
     def fork(self, layer: PooledCache, group: CacheGroup, *, is_alone: bool) -> dict[PooledCache, PooledCache]:

@@ -235,14 +235,15 @@ class Arena:
         self, nbytes: int, pages: mx.array | None = None, *, is_read_into: bool = True, is_read_once: bool = False
     ) -> None:
         # Rows of one page: MLX's dimensions are 32-bit, a flat array would end at 2 GiB.
-        is_untouched = commits_lazily()
+        is_large = nbytes >= HUGE_PAGE  # not the rows of an embedding that a token looks up
+        is_untouched = is_large and commits_lazily()
         make = untouched if is_untouched else _zeros
         self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
         everything = memory_of(self._array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]  # at a multiple of ``DIRECT_ALIGNMENT``
-        if pages is None and is_read_into:
+        if pages is None and is_read_into and is_large:
             if not is_read_once:
                 use_huge_pages(self.memory, at_once=not is_untouched)
             elif is_untouched:

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from mlx_flash.errors import (
     ReadError,
     TruncatedFileError,
 )
+from mlx_flash.forks import THREAD_PREFIX, finalize
 from mlx_flash.memory.driver import DriverCopies, DriverError
 from mlx_flash.memory.pagecache import (
     DIRECT_ALIGNMENT,
@@ -41,8 +44,9 @@ from mlx_flash.memory.pagecache import (
 )
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
-from mlx_flash.storage.safetensors import FileIdentity, Shard, TensorRecord, identity_of, is_coded, read_shard
-from mlx_flash.storage.workers import Workers
+from mlx_flash.storage.safetensors import FIELDS, FileIdentity, Shard, TensorRecord, identity_of, is_coded, read_shard
+
+T = TypeVar("T")
 
 RETRIES = 3
 """Number of times that a read is repeated after an I/O error."""
@@ -91,13 +95,13 @@ class SourceFile:
     def check_unchanged(self, tensor: str) -> None:
         """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``."""
         try:
-            found = identity_of(self._name)
+            found = FIELDS(os.stat(self._name))  # noqa: PTH116 - for each unit: no call
         except OSError as error:
             raise FileChangedError(
                 f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. Hint: {self.hint}."
             ) from error
         if found != self.identity:
-            self._refuse(tensor, found)
+            self._refuse(tensor, FileIdentity(*found))
 
     def _refuse(self, tensor: str, found: FileIdentity) -> None:
         expected = self.identity.nbytes
@@ -465,6 +469,45 @@ class Ticket:
         self._waiting.clear()
 
 
+class Workers(Generic[T]):
+    """Threads that serve one queue. Work is in it once for each thread that may do it; None ends a thread.
+
+    They do not keep their owner, whose method works and handles all errors, and end with it.
+    """
+
+    def __init__(self, name: str, number: int, work: Callable[[T], None]) -> None:
+        self.queue: SimpleQueue[T | None] = SimpleQueue()
+        self.are_started = False
+        self._name, self._number, self._work = f"{THREAD_PREFIX}-{name}", number, weakref.WeakMethod(work)
+        self._threads: list[threading.Thread] = []
+        finalize(self, _end, self.queue, number)  # also of one that an interrupt has hidden
+
+    def start(self) -> None:
+        """Start the threads, once. They end with Python if nobody ends them before."""
+        while len(self._threads) < self._number:
+            thread = threading.Thread(target=_serve, args=(self.queue, self._work), name=self._name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self.are_started = True
+
+    def end(self) -> None:
+        _end(self.queue, self._number)
+        for thread in self._threads:
+            thread.join()
+
+
+def _end(queue: SimpleQueue[T | None], number: int) -> None:
+    for _ in range(number):
+        queue.put(None)
+
+
+def _serve(queue: SimpleQueue[T | None], work_of: weakref.WeakMethod[Callable[[T], None]]) -> None:
+    """Do the work in a queue until None comes, or nobody owns it."""
+    while (what := queue.get()) is not None and (work := work_of()) is not None:
+        work(what)
+        del what, work  # the buffer belongs to others
+
+
 class BackgroundPrefetcher:
     """Threads that read segments of files: some read ahead, others serve callers that already wait.
 
@@ -604,7 +647,7 @@ class BackgroundPrefetcher:
                     task, at = [], 0
                 nbytes = sum([place[2] for place in places])
                 task.append(Part(file, segment, start, stop, places, nbytes, min(stop, wanted_end) - start, at))
-                at += round_up(stop - start, DIRECT_ALIGNMENT)
+                at += -(-(stop - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT  # for each expert: no call
         if task:
             yield task
 

@@ -30,7 +30,6 @@ from mlx_flash.layout.swap import (
     SwappedClass,
     clone_with,
     holdings,
-    own_class,
     restore_class,
     swap_class,
 )
@@ -40,6 +39,7 @@ from mlx_flash.memory.footprint import release_freed_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 from mlx_flash.storage.placement import Piece, Placement, Segment, without
 from mlx_flash.storage.prefetcher import GOLDEN, BackgroundPrefetcher, Reads, Ticket
+from mlx_flash.storage.safetensors import TensorRecord
 
 POISON = 0xFF
 """NaN in every floating-point dtype."""
@@ -413,16 +413,37 @@ class TiledLinear(SwappedClass):
         if not enginethread.check():
             return cast(mx.array, hand_in(self, x))
         state: HeadState = self._flash_state
-        return state.apply(cast(Any, own_class(cast(nn.Module, self)).__call__), x)
+        return state.apply(cast(Any, type(state.whole).__call__), x)
 
 
-@dataclass(frozen=True, slots=True)
 class TableState:
     """An embedding table on disk; ``head`` is set when it serves as the output head too."""
 
-    parameters: Sequence[Parameter]
-    reader: BackgroundPrefetcher
-    head: HeadState | None
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[Parameter], reader: BackgroundPrefetcher, head: HeadState | None
+    ) -> None:
+        self.head = head
+        self.whole = {parameter.key: parameter.array for parameter in parameters}
+        self.rows = clone_with(module, {})  # of the table's own class: it computes with the rows that a call looks up
+        self._reader = reader
+        self._records = [record for parameter in parameters for record in parameter.records]
+
+    def look_up(self, wanted: Sequence[int], ids: mx.array) -> mx.array:
+        """Compute what the table makes of some ids, which count in the rows that are ``wanted``, in ascending order."""
+        tickets, arenas = list[Ticket](), list[Arena]()
+        for record, array in zip(self._records, self.whole.values(), strict=True):
+            row_bytes = record.nbytes // array.shape[0]
+            arenas.append(Arena(len(wanted) * row_bytes))
+            segments = _row_segments(record, row_bytes, wanted, self._reader.queue_depth)
+            tickets.append(self._reader.submit(segments, arenas[-1].memory, caching="kept"))
+        for ticket in tickets:
+            ticket.wait()
+        try:
+            for arena, (key, array) in zip(arenas, self.whole.items(), strict=True):
+                dict.__setitem__(self.rows, key, arena.view(0, (len(wanted), *array.shape[1:]), array.dtype))
+            return cast(mx.array, cast(Any, self.rows)(ids))
+        finally:
+            dict.update(self.rows, self.whole)  # the result alone keeps the rows
 
 
 class EmbeddingRows(SwappedClass):
@@ -432,52 +453,29 @@ class EmbeddingRows(SwappedClass):
         if not enginethread.check():
             return cast(mx.array, hand_in(self, ids))
         state: TableState = self._flash_state
-        module = cast(nn.Module, self)
-        wanted, positions = np.unique(_checked_ids(ids, module["weight"].shape[0]), return_inverse=True)
-        rows = dict(zip([p.key for p in state.parameters], _read_rows(state, wanted), strict=True))
-        local = mx.array(positions.reshape(ids.shape).astype(np.uint32))
-        return cast(mx.array, own_class(module).__call__(clone_with(module, rows), local))
+        num_rows = state.rows["weight"].shape[0]
+        # negative ones count from the end
+        found = np.array(ids).astype(np.int64)
+        found = np.where(found < 0, found + num_rows, found)
+        if found.size and not (0 <= found.min() and found.max() < num_rows):  # MLX would read what lies there
+            raise IndexError(
+                f"token ids from {found.min()} to {found.max()}: the embedding has rows 0 to {num_rows - 1}"
+            )
+        wanted, positions = np.unique(found, return_inverse=True)
+        return state.look_up(wanted.tolist(), mx.array(positions.reshape(ids.shape).astype(np.uint32)))
 
     def as_linear(self, x: mx.array) -> mx.array:
         if not enginethread.check():
             return cast(mx.array, hand_in(self.as_linear, x))
         state: TableState = self._flash_state
-        own: Any = own_class(cast(nn.Module, self))
+        own: Any = type(state.rows)
         if state.head is None:
             return cast(mx.array, own.as_linear(self, x))
         return state.head.apply(own.as_linear, x)
 
 
-def _checked_ids(ids: mx.array, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return row numbers, negative ones counted from the end. Raises: IndexError; MLX would read what lies there."""
-    found = np.array(ids).astype(np.int64)
-    found = np.where(found < 0, found + num_rows, found)
-    if found.size and not (0 <= found.min() and found.max() < num_rows):
-        raise IndexError(f"token ids from {found.min()} to {found.max()}: the embedding has rows 0 to {num_rows - 1}")
-    return found
-
-
-def _read_rows(state: TableState, wanted: np.ndarray[Any, np.dtype[Any]]) -> list[mx.array]:
-    """Read rows ``wanted`` (ascending, distinct) of every parameter of the table."""
-    arenas, tickets, arrays = [], [], []
-    for parameter in state.parameters:
-        row_bytes = parameter.nbytes // parameter.array.shape[0]
-        arena = Arena(len(wanted) * row_bytes)
-        segments = row_segments(parameter, [int(i) for i in wanted], state.reader.queue_depth)
-        tickets.append(state.reader.submit(segments, arena.memory, caching="kept"))
-        arenas.append(arena)
-    for ticket in tickets:
-        ticket.wait()
-    for parameter, arena in zip(state.parameters, arenas, strict=True):
-        arrays.append(arena.view(0, (len(wanted), *parameter.array.shape[1:]), parameter.array.dtype))
-    return arrays
-
-
-def row_segments(parameter: Parameter, rows: Sequence[int], num_tasks: int) -> list[Segment]:
+def _row_segments(record: TensorRecord, row_bytes: int, rows: Sequence[int], num_tasks: int) -> list[Segment]:
     """Return reads that put some rows of a table one after another, in about ``num_tasks`` tasks."""
-    assert parameter.record is not None
-    record = parameter.record
-    row_bytes = parameter.nbytes // parameter.array.shape[0]
     pieces = [
         Piece(record.name, record.offset + row * row_bytes, row_bytes, i * row_bytes) for i, row in enumerate(rows)
     ]

@@ -76,7 +76,7 @@ class StreamedLanguage(FlashLLM):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a forward pass, as mlx-vlm's language model does. Its caller cuts prompts."""
         call = _parse(args, kwargs, wants_logits=not result_is_dropped(sys._getframe()))
-        return self._life.run(lambda passes: self._call(passes, call), lambda: (args, kwargs))
+        return self._life.run(lambda passes: self._call(passes, call), args, kwargs)
 
     @property
     def make_cache(self) -> Any:
@@ -177,7 +177,7 @@ class FlashVLM(ModelFacade):
             finally:
                 self.towers.has_room = False
 
-        return self._life.run(compute, lambda: (args, kwargs))
+        return self._life.run(compute, args, kwargs)
 
     def _make_room(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Make room for pictures, and return whether that was possible."""
@@ -205,7 +205,7 @@ class FlashVLM(ModelFacade):
             finally:
                 setattr(holder, key, own)
 
-        return self._life.run(compute, lambda: (args, kwargs))
+        return self._life.run(compute, args, kwargs)
 
     def parameters(self) -> dict[str, Any]:
         """None: those that are in memory all the time belong to the language model."""

@@ -126,7 +126,7 @@ class Towers:
                 compute(result, args, kwargs)
             return result
 
-        return self._life.run(call, lambda: (args, kwargs))
+        return self._life.run(call, args, kwargs)
 
     @contextmanager
     def _in_memory(self, unit: Unit, given: mx.array | None) -> Iterator[None]:

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from kv_settings import bits, equal, little_under_way, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError
-from mlx_flash.kv import options as kv_options
+from mlx_flash.kv import kvledger as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
 from mlx_flash.kv.kvledger import KVOptions

@@ -56,7 +56,7 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     layout = make_layout(load_lazily(directory, read_checkpoint(directory)))
     (unit,) = layout.embeddings
     reader = BackgroundPrefetcher(sorted({p.record.path for p in unit.large if p.record}))
-    swap_class(unit.module, EmbeddingRows, TableState(unit.large, reader, None))
+    swap_class(unit.module, EmbeddingRows, TableState(unit.module, unit.large, reader, None))
     yield unit.module, stock(directory).model.embed_tokens
     reader.close()
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import mlx.core as mx
+import mlx_lm
 import pytest
+from mlx_lm.utils import load_model
 
 import children
+import mlx_flash
 from children import ROOT
-from models import random_model_script
+from mlx_flash import FlashConfig
+from models import random_model_script, script
 from zoo import configuration
 
 SCRIPTS = ROOT / "scripts"
 MACHINE = SCRIPTS / "small_machine"
 TINY = ["--layers=2", "--hidden-size=64", "--intermediate-size=128", "--heads=4", "--kv-heads=2", "--vocab-size=300"]
-SKEWED = ["--architecture=qwen3_moe", "--routing-skew=1"]
 
 
 def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,129 +35,38 @@ def run_make(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([str(out), *arguments], status, stdout.getvalue(), stderr.getvalue())
 
 
-def make(out: Path, *arguments: str) -> Path:
-    result = run_make(out, *TINY, *arguments)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    assert str(out) in result.stdout
-    return out
-
-
-def refused(out: Path, *arguments: str) -> str:
-    result = run_make(out, *arguments)
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1
-    return result.stderr
-
-
-def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
-    headers = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            assert size % 8 == 0
-            headers[path.name] = json.loads(file.read(size))
-    return headers
-
-
-def read_tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    tensors = {}
-    for name, header in read_headers(folder).items():
-        raw = (folder / name).read_bytes()
-        data = raw[8 + int.from_bytes(raw[:8], "little") :]
-        for tensor, entry in header.items():
-            if tensor != "__metadata__":
-                start, end = entry["data_offsets"]
-                tensors[tensor] = (entry["dtype"], entry["shape"], data[start:end])
-    return tensors
-
-
-def stored_order(header: dict[str, Any]) -> list[str]:
-    names = [name for name in header if name != "__metadata__"]
-    return sorted(names, key=lambda name: header[name]["data_offsets"])
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a tiny model that tests only read, once for each set of arguments."""
-    folder = tmp_path_factory.mktemp("models")
-
-    @functools.cache
-    def model(*arguments: str) -> Path:
-        return make(folder / (" ".join(arguments) or "tiny"), *arguments)
-
-    return model
-
-
-@pytest.fixture(scope="module")
-def tiny(made: Callable[..., Path]) -> Path:
-    return made()
-
-
-def generate(folder: Path, count: int = 5) -> list[int]:
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(folder, strict=True)
-    tokens, cache, num_cached = [7, 8, 100], make_prompt_cache(model), 0
-    for _ in range(count):
-        logits = model(mx.array([tokens[num_cached:]]), cache=cache)[0, -1].astype(mx.float32)
-        num_cached = len(tokens)
-        assert bool(mx.isfinite(logits).all())
-        assert float(mx.std(logits)) > 0.1
-        tokens.append(int(mx.argmax(logits)))
-    return tokens[3:]
-
-
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--dtype=float32"],
-        ["--dtype=bfloat16", "--layers=24", "--tie-word-embeddings"],
-        ["--quantize-bits=8", "--tie-word-embeddings"],
-    ],
-    ids=" ".join,
-)
-def test_model_loads_strictly_and_generates(made: Callable[..., Path], arguments: list[str]) -> None:
-    assert all(0 <= token < 300 for token in generate(made(*arguments)))
+    "words",
+    ["--dtype=bfloat16 --layers=24 --tie-word-embeddings", "--quantize-bits=8", "--shard-size-gb=0.00005",
+     "deepseek_v3", "gpt_oss", "qwen3_next"],
+)  # fmt: skip
+def test_a_random_model_of_any_architecture_loads_strictly(tmp_path: Path, words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({} if words[0] == "-" else configuration(words)))
+    of_config = [f"--config={tmp_path / 'config.json'}", "--dtype=float32", "--routing-skew=1"]
+    made = run_make(tmp_path / "m", *([*TINY, *words.split()] if words[0] == "-" else of_config))
+    assert made.returncode == 0 and str(tmp_path / "m") in made.stdout, made.stderr
+    assert len([*(tmp_path / "m").glob("*.safetensors")]) > ("shard" in words)
+    logits = load_model(tmp_path / "m", strict=True)[0](mx.array([[7, 8, 100]])).astype(mx.float32)
+    assert mx.isfinite(logits).all() and mx.std(logits[0, -1]) > 0.1
 
 
-@pytest.mark.parametrize("skewed", [[], [*SKEWED, "--dtype=float32"]], ids=["even", "skewed"])
-def test_sharding_changes_the_files_but_no_value(made: Callable[..., Path], skewed: list[str]) -> None:
-    one, other = made(*skewed), made("--shard-size-gb=0.00005", *skewed)
-    headers = read_headers(other)
-    assert len(headers) > 2
-    assert all(re.fullmatch(rf"model-\d{{5}}-of-{len(headers):05d}\.safetensors", name) for name in headers)
-    assert read_tensors(other) == read_tensors(one)
-    index = json.loads((other / "model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {k: f for f, h in headers.items() for k in h if k != "__metadata__"}
-    assert index["metadata"]["total_size"] == sum(len(raw) for _, _, raw in read_tensors(other).values())
-    assert generate(other) == generate(one)
-    (header,) = read_headers(one).values()
-    assert stored_order(header) != sorted(stored_order(header))  # in no order, as MLX writes them
-    assert header["__metadata__"] == {"format": "mlx"}
+def test_an_ambiguous_router_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration("longcat_flash")))
+    made = run_make(tmp_path / "m", f"--config={tmp_path / 'config.json'}", "--routing-skew=1")
+    assert made.returncode == 2 and "cannot tell what chooses among the 6 experts of model.layers." in made.stderr
 
 
-GEMMA = {
-    "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
-    "num_attention_heads": 2, "head_dim": 32, "num_key_value_heads": 1, "vocab_size": 280, "sliding_window_pattern": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "gemma3", "longcat_flash"])
-def test_any_architecture_from_a_config_and_its_routers(tmp_path: Path, name: str) -> None:
-    gemma = {"model_type": "gemma3", "vocab_size": 280, "text_config": GEMMA}
-    (tmp_path / "config.json").write_text(json.dumps(gemma if name == "gemma3" else configuration(name)))
-    skew = [] if name == "gemma3" else ["--routing-skew=1"]
-    arguments = [f"--config={tmp_path / 'config.json'}", "--dtype=float32", *skew]
-    if name == "longcat_flash":  # whose router is ambiguous
-        words = "cannot tell what chooses among the 6 experts of model.layers."
-        assert words in refused(tmp_path / "m", *arguments)
-    else:
-        result = run_make(tmp_path / "m", *arguments)
-        assert result.returncode == 0, result.stderr
-        assert len(generate(tmp_path / "m")) == 5
+def test_the_models_of_the_demonstration_write_the_same_words(tmp_path: Path) -> None:
+    """The one that is built has more and wider layers, of the same function."""
+    small, tokenizer = mlx_lm.load(str(ROOT / "examples" / "pair" / "target"))[:2]
+    script("demo").build(tmp_path / "demo", 0.2)
+    with mlx_flash.load(tmp_path / "demo", FlashConfig(ram_budget_gb="min"))[0] as model:
+        assert len(model.layers) > len(small.layers)
+        texts = [
+            make(each, tokenizer, "The default value is", max_tokens=8)
+            for make, each in ((mlx_flash.generate, model), (mlx_lm.generate, small))
+        ]
+    assert texts[0] == texts[1] != ""
 
 
 # The smaller machine

@@ -23,13 +23,11 @@ import rich.console
 from rich.console import Console
 from rich.text import Text
 
-import children
 from children import ROOT
 from interrupt_points import interrupted_in, total_points
-from mlx_flash import __version__
 from mlx_flash import telemetry as facts
 from mlx_flash.commands.engines import Terminal, draw, print_lines
-from mlx_flash.monitor.frames import PARTS, REST, STATES, bar, chart, frame, pass_words, strip
+from mlx_flash.monitor.frames import STATES, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import duration, printable, rate, size, speed
 from mlx_flash.telemetry import SCHEMA, Json, Publisher
@@ -64,34 +62,35 @@ def test_an_engine_between_calls_for_long_is_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_wait", "expected", "reading"), [(0.0, (0.2, 0.5, 0.2, 0.1), 0.2), (0.6, (0.5, 0.2, 0.2, 0.1), 0.5)]
+    ("waiting", "expected", "reading"),
+    [(None, (0.2, 0.5, 0.2, 0.1), 0.2), ("kv", (0.5, 0.2, 0.2, 0.1), 0.5), ("experts", (0.5, 0.2, 0.2, 0.1), 0.5)],
 )
-def test_rates_are_differences(kv_wait: float, expected: tuple[float, ...], reading: float) -> None:
-    """Waits for keys and values are waits for the disk."""
-    first = {"passes": {"began": None, "pass_seconds": 0.0}, "stream": {"wait_seconds": 1.0, "held_seconds": 2.0}}
-    then = {"passes": {"began": None, "pass_seconds": 1.8}, "stream": {"wait_seconds": 1.4, "held_seconds": 3.0}}
-    reads = [{"nbytes": 5_000_000_000, "busy_seconds": 1.0}, {"nbytes": 7_000_000_000, "busy_seconds": 1.4}]
-    history = History(published(state(**first, kv={"wait_seconds": 0.0}, read=reads[0]), 100.0))
-    assert history.rates.read_bytes_per_second is None and history.rates.shares is None
-    history.add(published(state(**then, kv={"wait_seconds": kv_wait}, read=reads[1]), 102.0))
-    assert history.rates.read_bytes_per_second == pytest.approx(1e9)
-    shares = history.rates.shares
-    assert shares is not None
+def test_rates_are_differences(waiting: str | None, expected: tuple[float, ...], reading: float) -> None:
+    """Waits for keys and values, and for experts, are waits for the disk."""
+    history: Any = None
+    looks = [(100.0, 0.0, 1.0, 2.0, 5_000_000_000, 1.0), (102.0, 1.8, 1.4, 3.0, 7_000_000_000, 1.4)]
+    for clock, pass_seconds, waited, held, nbytes, busy in looks:
+        more: Json = {"kv": {"wait_seconds": 0.0}} | ({"experts": pool()} if waiting == "experts" else {})
+        if waiting is not None:
+            more[waiting]["wait_seconds"] = (clock - 100) * 0.3
+        told = state(
+            passes={"began": None, "pass_seconds": pass_seconds},
+            stream={"wait_seconds": waited, "held_seconds": held},
+            read={"nbytes": nbytes, "busy_seconds": busy},
+            **more,
+        )
+        if history is None:
+            history = History(published(told, clock))
+            assert history.rates.read_bytes_per_second is None and history.rates.shares is None
+        else:
+            history.add(published(told, clock))
+    rates = history.rates
+    assert (rates.read_bytes_per_second, rates.reading_bytes_per_second) == pytest.approx((1e9, 5e9))
+    shares = rates.shares
     assert (shares.disk, shares.compute, shares.calls, shares.between) == pytest.approx(expected)
-    assert history.rates.reading_share == pytest.approx(reading), "keys and values have a reader of their own"
+    assert rates.reading_share == pytest.approx(reading)
     history.add(published(state(), 102.0))
     assert history.rates.shares is shares, "the same moment again tells nothing new"
-
-
-def test_read_rates_are_bytes_over_wall_time_and_over_reading_time() -> None:
-    looks = [(100.0, 4_000_000_000, 1.0), (102.0, 6_200_000_000, 1.7), (104.0, 8_400_000_000, 2.4)]
-    histories = [published(state(read={"nbytes": n, "busy_seconds": busy}), clock) for clock, n, busy in looks]
-    history = History(histories[0])
-    for look in histories[1:]:
-        history.add(look)
-    assert history.rates.read_bytes_per_second == pytest.approx(4_400_000_000 / 4)
-    assert history.rates.reading_bytes_per_second == pytest.approx(8_400_000_000 / 2.4)
-    assert "1.10 of 2.20 probed (50%), 3.50 busy" in "\n".join(text_of(history))
 
 
 def test_only_the_last_minute_is_remembered() -> None:
@@ -112,27 +111,6 @@ def test_cached_part_of_the_files_is_shown() -> None:
     history = History(published(state(read={"nbytes": 1e9, "cached_bytes": 5e8}), 100.0))
     history.add(published(state(read={"nbytes": 5e9, "cached_bytes": 15e8, "cached_file_bytes": 12e8}), 102.0))
     assert "1.20 GB of the files in free memory; 25% of reads now" in "\n".join(text_of(history))
-
-
-def test_sparklines_bars_and_strips() -> None:
-    assert chart([0, 0.5, 1, None], 1, 1) == ["▁▅█ "]
-    assert chart([0, 0.5, 1, None], 1, 2) == ["  █ ", "▁██ "]
-    assert chart([0, 0], 0, 1) == ["▁▁"]
-    assert chart([0], 0, 3) == [" ", " ", "▁"]
-    assert chart([-1e9, -0.3, 2], 1, 1) == ["▁▁█"]
-    assert bar([1, 1, 2], 4, 8) == [2, 2, 4]
-    assert bar([3, 3], 4, 8) == [6, 2]
-    assert bar([1], 0, 8) == [0]
-    unit = ["done", "done", "computing", "waiting", "waiting"]
-    assert strip(unit, 80, 3) == [["done", "done", "computing", "waiting", "waiting"]]
-    assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
-    assert strip(unit, 3, 1) == [["done", "computing", "waiting"]]
-    assert strip([], 3, 1) == []
-
-
-def test_states_differ_without_colour() -> None:
-    assert len({glyph for glyph, _, _ in STATES.values()}) == len(STATES)
-    assert len({*PARTS, REST}) == 8
 
 
 def test_words_for_numbers() -> None:
@@ -217,15 +195,6 @@ def test_the_engine_that_computes_is_shown_until_the_user_chooses(monkeypatch: p
     assert [shown(), shown()] == [0, 0], "the user chose it"
 
 
-def test_a_low_terminal_shows_the_numbers_first() -> None:
-    histories = [History(published(state(model={"name": f"model-{i}"}), 98.0, pid=100 + i)) for i in range(3)]
-    for history in histories:
-        history.add(published(state(), 99.0, pid=history.latest.pid))
-    text = " ".join(" ".join(text_of(*histories, chosen=1, on=canvas(40, 10))).split())
-    numbers = ("now, mean 2.00, prompt 10.0", "of 2.20 probed", "800 MB of 1.00 GB (80%), peak 850 MB")
-    assert all(words in text for words in ("model llama-big", *numbers))
-
-
 def test_each_rank_has_a_line() -> None:
     each = [{"layers": [[i, i + 1] for i in range(0, 24, 2)]}, {"layers": [[1, 3], [23, 24]]}]
     lines = text_of(History(published(state(ranks={"rank": 0, "each": each}))))
@@ -233,20 +202,21 @@ def test_each_rank_has_a_line() -> None:
     assert lines[at : at + 2] == ["ranks      0: layers 0, 2, ... (12)", "           1: layers 1-2, 23"]
 
 
-@pytest.mark.parametrize(
-    ("shown", "words"),
-    [
-        (
-            lambda: published({}, schema=SCHEMA + 1),
-            f"schema {SCHEMA + 1}, known here: {SCHEMA}",
-        ),
-        (lambda: published(state(), written=time.time() - 30), "silent for 30"),
-        (lambda: published(state(memory={"footprint": 1_200_000_000})), "1.20 GB of 1.00 GB (120%)"),
-    ],
-    ids=["other version", "silent engine", "broken budget"],
-)
-def test_what_is_wrong_is_told(shown: Callable[[], Any], words: str) -> None:
-    assert words in "\n".join(text_of(History(shown())))
+def test_bars_and_strips() -> None:
+    assert chart([0, 0.5, 1, None], 1, 2) == ["  █ ", "▁██ "] and chart([-1e9, -0.3, 2], 1, 1) == ["▁▁█"]
+    assert (bar([1, 1, 2], 4, 8), bar([3, 3], 4, 8), bar([1], 0, 8)) == ([2, 2, 4], [6, 2], [0])
+    unit = ["done", "done", "computing", "waiting", "waiting"]
+    assert strip(unit, 3, 3) == [["done", "done", "computing"], ["waiting", "waiting"]]
+    assert strip(unit, 3, 1) == [["done", "computing", "waiting"]] and strip([], 3, 1) == []
+
+
+def test_what_is_wrong_is_told() -> None:
+    for shown, words in (
+        (published({}, schema=SCHEMA + 1), f"schema {SCHEMA + 1}, known here: {SCHEMA}"),
+        (published(state(), written=time.time() - 30), "silent for 30"),
+        (published(state(memory={"footprint": 1_200_000_000})), "1.20 GB of 1.00 GB (120%)"),
+    ):
+        assert words in "\n".join(text_of(History(shown)))
 
 
 def test_names_cannot_move_the_cursor_or_carry_markup() -> None:
@@ -312,11 +282,6 @@ def test_a_folder_that_is_not_private_is_one_line_of_error(runtime: Path) -> Non
     done = run("--once")
     assert done.returncode == 1
     assert re.fullmatch(r"mlx-flash: error: .* can be used by others .*\n", done.stderr)
-
-
-def test_version() -> None:
-    done = children.run("-c", "import sys; from mlx_flash.cli import monitor; sys.exit(monitor())", "--version")
-    assert done.stdout.decode() == f"mlx-flash {__version__}\n"
 
 
 def test_it_needs_no_mlx() -> None:
@@ -452,49 +417,29 @@ def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> Non
 
 # --- experts ----------------------------------------------------------------------------------------------------------
 
-
-__all__ = ["runtime"]  # a fixture that pytest finds by its name here
-
 GB = 1_000_000_000
 LAYERS, TOP_K = 8, 4
 
 
-def told(clock: float, tokens: float, ended: float, experts: Any, **sections: Any) -> Any:
+def told(clock: float, tokens: float, ended: float, experts: Any) -> Any:
     passes = {"num_tokens_in": tokens, "num_tokens_out": tokens, "last_ended": ended, "began": ended}
-    return published(state(experts=experts, passes=passes, **sections), clock)
+    return published(state(experts=experts, passes=passes), clock)
 
 
-def history_of(first: Any, *others: Any) -> History:
-    history = History(first)
-    for other in others:
-        history.add(other)
-    return history
-
-
-def two_looks() -> History:
-    """Four tokens in a second: 128 experts needed, 96 in the pool, of which 20 of 25 predicted."""
+@pytest.mark.parametrize(
+    ("began", "nbytes"), [((30, 99.9), 285_000_000 / 4), ((33, 93.5), 285_000_000 * 7)], ids=["four tokens", "one slow"]
+)
+def test_two_looks_a_second_apart(began: tuple[int, float], nbytes: float) -> None:
+    """128 experts needed, 96 in the pool, of which 20 of 25 predicted. Of a call of 7 s only the last one is seen."""
     before = pool(num_routed=1000, num_hits=100, num_predicted=50, num_predicted_right=5, read_bytes=7 * GB)
     after = pool(num_routed=1128, num_hits=196, num_predicted=75, num_predicted_right=25, read_bytes=7_285_000_000)
-    before["wait_seconds"], after["wait_seconds"] = 3.0, 3.25
-    return history_of(told(100.0, 30, 99.9, before), told(101.0, 34, 100.9, after))
-
-
-def lines_of(history: History, width: int = 80, height: int | None = 24) -> list[str]:
-    return text_of(history, on=canvas(width, height))
-
-
-# Rates
-
-
-def test_two_looks_a_second_apart() -> None:
-    rates = two_looks().rates.experts
-    assert rates is not None
-    assert rates.hit_rate == pytest.approx(96 / 128)
-    assert rates.predicted_right == pytest.approx(20 / 25)
-    assert rates.read_per_token == pytest.approx((32 + 25) / 4)
-    assert rates.reused_per_token == pytest.approx((96 - 20) / 4)
-    assert rates.read_bytes_per_token == pytest.approx(285_000_000 / 4)
-    assert rates.wait_share == pytest.approx(0.25)
+    history = History(told(100.0, *began, before))
+    history.add(told(101.0, 34, 100.5 if began[0] == 33 else 100.9, after))
+    rates = history.rates.experts
+    assert rates is not None and rates.read_bytes_per_token == pytest.approx(nbytes)
+    assert (rates.hit_rate, rates.predicted_right) == pytest.approx((96 / 128, 20 / 25))
+    if began[0] == 30:
+        assert (rates.read_per_token, rates.reused_per_token) == pytest.approx(((32 + 25) / 4, (96 - 20) / 4))
 
 
 def looks(seconds_per_token: float, until: float) -> Iterator[Any]:
@@ -525,25 +470,3 @@ def test_rates_are_those_of_whole_tokens_however_seldom_they_come(seconds_per_to
             assert rates.read_per_token is None or rates.read_per_token == pytest.approx(12, rel=close)
             assert rates.read_bytes_per_token == pytest.approx(12 * SLOT, rel=close)
     assert seen > 50
-
-
-def test_a_slow_model_seen_only_twice() -> None:
-    """A call took 7 s, and the second before its end is all that was seen: the bytes of a call are 7 times those."""
-    before, after = pool(read_bytes=6 * GB), pool(read_bytes=7 * GB)
-    rates = history_of(told(100.0, 4, 93.5, before), told(101.0, 5, 100.5, after)).rates.experts
-    assert rates is not None and rates.read_bytes_per_token == pytest.approx(7 * GB)
-
-
-def test_waits_for_experts_are_waits_for_the_disk() -> None:
-    """They lie within the time in which a layer's other weights are held."""
-    shares = []
-    for waited in (0.0, 0.5, 0.9):
-        sections = [{"stream": {"wait_seconds": 1.0 + i / 10, "held_seconds": 2.0 + i * 0.8}} for i in range(2)]
-        looks = [told(100.0 + i, 4, 99.5, pool(wait_seconds=i * waited), **sections[i]) for i in range(2)]
-        found = history_of(*looks).rates.shares
-        assert found is not None
-        shares.append((found.disk, found.compute, found.calls + found.between))
-    assert shares == [pytest.approx(share) for share in ((0.1, 0.8, 0.1), (0.6, 0.3, 0.1), (1.0, 0.0, 0.0))]
-
-
-# Drawing

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import children
 import mlx_flash
@@ -51,7 +49,6 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         num_bytes = 0
         if isinstance(model, FlashLLM):
             assert model.engine is not None
-            run.kv = model.kv  # type: ignore[attr-defined]
             num_bytes = model.plan.streaming.read_bytes * (model.engine.stream.stats.num_acquired > 0)
             model.close()
         return capsys.readouterr().out, num_bytes
@@ -59,22 +56,31 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_quick_start(model_dir: Path, say: Any) -> None:
-    arguments = ("quick_start.py", "--model", model_dir, "--max-tokens", 20)
-    expected, nothing = say(*arguments)
-    found, num_bytes = say(*arguments, "--flash", "--ram-budget-gb", "min")
-    assert found == expected and len(found) > 10
-    assert nothing == 0 < num_bytes
+OF_MLX_LM = {
+    "quick_start.py": "--flash --ram-budget-gb min --max-tokens 20",
+    "adapter.py": "--adapter-path ADAPTER --max-tokens 16",
+    "batch.py": "--max-tokens 8 --context-length 1024 Why? And-the-sea? And-grass-green?",
+    "judge.py": "--tokens 64 FOLDER/sea FOLDER/sky FOLDER/long",
+    "long_document.py": "--ram-budget-gb 1 --context-length 4096 --max-tokens 8 FOLDER/long Who? Where?",
+}
+"""Arguments of the examples whose output is the same with mlx-lm alone."""
 
 
-def test_quick_start_without_a_chat_template(model_dir: Path, tmp_path: Path, say: Any) -> None:
-    plain = shutil.copytree(model_dir, tmp_path / "plain")
-    settings = json.loads((plain / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (plain / "tokenizer_config.json").write_text(json.dumps(settings))
-    found, _ = say("quick_start.py", "--model", plain, "--prompt", "The sea", "--max-tokens", 8)
-    model, tokenizer, *_ = mlx_lm.load(str(plain))
-    assert found == mlx_lm.generate(model, tokenizer, "The sea", max_tokens=8) + "\n"
+@pytest.mark.parametrize("name", OF_MLX_LM)
+def test_the_output_is_that_of_mlx_lm(
+    name: str, model_dir: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, number in (("sea", 3), ("sky", 5), ("long", 200)):
+        (tmp_path / file).write_text(f"the {file} is blue " * number)
+    adapter = save_adapter(tmp_path / "adapter", model_dir, "lora", 3)
+    words = OF_MLX_LM[name].replace("FOLDER", str(tmp_path)).replace("ADAPTER", str(adapter)).split()
+    found, num_bytes = say(name, "--model", model_dir, *words)
+    mlx_flash.remove_flash_patch()
+    monkeypatch.setattr(mlx_flash, "apply_flash_patch", lambda config: None)
+    monkeypatch.setattr(mlx_flash, "load", lambda path, config: mlx_lm.load(path))
+    monkeypatch.setattr(mlx_flash, "stream_generate", mlx_lm.stream_generate)
+    expected, nothing = say(name, "--model", model_dir, *words)
+    assert found == expected and len(found) > 10 and nothing == 0 < num_bytes + (name == "long_document.py")
 
 
 def test_context_manager(model_dir: Path, say: Any) -> None:
@@ -82,30 +88,6 @@ def test_context_manager(model_dir: Path, say: Any) -> None:
     streamed, resident = out.removeprefix("streamed: ").rstrip("\n").split("\nresident: ")
     assert streamed == resident != ""
     assert num_bytes == 0, "the last model is mlx-lm's own"
-
-
-def test_adapter(model_dir: Path, tmp_path: Path, say: Any) -> None:
-    adapter = save_adapter(tmp_path / "adapter", model_dir, "lora", 3)
-    found, num_bytes = say("adapter.py", "--model", model_dir, "--adapter-path", adapter, "--max-tokens", 16)
-
-    def text(**options: Any) -> str:
-        model, tokenizer, *_ = mlx_lm.load(str(model_dir), **options)
-        return f"{mlx_lm.generate(model, tokenizer, 'Tell me about the sea.', max_tokens=16)}\n"
-
-    mlx_flash.remove_flash_patch()
-    assert found == text(adapter_path=str(adapter)) != text()
-    assert num_bytes > 0
-
-
-def test_batch(model_dir: Path, say: Any) -> None:
-    prompts = ["Why is the sky blue?", "And the sea?", "And grass green?"]
-    flags = ("--model", model_dir, "--max-tokens", 8, "--ram-budget-gb", "min", "--context-length", 1024)
-    found, num_bytes = say("batch.py", *flags, *prompts)
-    mlx_flash.remove_flash_patch()
-    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
-    texts = mlx_lm.batch_generate(model, tokenizer, [tokenizer.encode(p) for p in prompts], max_tokens=8).texts
-    assert found.splitlines() == [repr(text) for text in texts]
-    assert num_bytes > 0
 
 
 def test_openai_client(model_dir: Path, tmp_path: Path, say: Any) -> None:
@@ -142,39 +124,6 @@ def test_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = [message["content"] for message in left["messages"] if message["role"] == "tool"]
     assert results == ["a.txt\nb.txt", "there is no file no.txt", "This is b."]
     assert capsys.readouterr().out.splitlines()[-1] == "It is b."
-
-
-def test_judge(model_dir: Path, tmp_path: Path, say: Any) -> None:
-    files = [tmp_path / name for name in ("sea", "sky", "long")]
-    for file, number in zip(files, (3, 5, 200), strict=True):
-        file.write_text(f"the {file.name} is blue " * number)
-    found, num_bytes = say("judge.py", "--model", model_dir, "--tokens", 64, *files)
-    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
-    texts = [tokenizer.encode(file.read_text())[:64] for file in files]
-    logits = model(mx.array([text + [0] * (64 - len(text)) for text in texts])).astype(mx.float32)
-    losses = [
-        nn.losses.cross_entropy(own[: len(text) - 1], mx.array(text[1:])).mean().item()
-        for own, text in zip(logits, texts, strict=True)
-    ]
-    expected = sorted((loss, file) for loss, file in zip(losses, files, strict=True))
-    assert found.splitlines() == [f"{-loss:8.4f} {file}" for loss, file in expected]
-    assert num_bytes > 0
-
-
-def test_long_document(model_dir: Path, tmp_path: Path, say: Any) -> None:
-    document = tmp_path / "book.txt"
-    document.write_text("The sea was calm, and nobody spoke. " * 40)
-    questions = ["Who spoke?", "Where?"]
-    flags = ("--model", model_dir, "--ram-budget-gb", 1, "--context-length", 4096)
-    found, _ = say("long_document.py", *flags, "--max-tokens", 8, document, *questions)
-    model, tokenizer, *_ = mlx_lm.load(str(model_dir))
-    cache, text, expected = make_prompt_cache(model), document.read_text(), ""
-    for question in questions:
-        prompt = f"{text}\n\nQuestion: {question}\nAnswer:"
-        expected += mlx_lm.generate(model, tokenizer, prompt, max_tokens=8, prompt_cache=cache) + "\n"
-        text = ""
-    assert found == expected
-    assert say.kv is not None  # where keys and values go to once they are more
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model

@@ -8,18 +8,16 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from call_forms import TEMPLATES
 from dialects import text_of
-from live import TIMEOUT, Live, live
+from live import TIMEOUT, Live
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import anthropic, loaded, replies
 from mlx_flash.server.events import Answers, Failed, Piece
-from scripted import make_scripted_model, saying, with_template
+from scripted import saying
 
 HELLO = [{"role": "user", "content": "Tell me about the sea"}]
 BEAT_SECONDS, READ_LIMIT, STALL_SECONDS = 0.1, 1.4, 1.8
@@ -218,23 +216,3 @@ def test_the_result_of_a_broken_call_may_come_with_the_next_request(server: Live
         _, reply = server.post("/v1/responses", {"input": first})
         server.post("/v1/responses", {"input": [result], "previous_response_id": reply["id"]})
     assert prompts[1].replace("\n", "").count("<|user|>An error.") == 1
-
-
-def test_a_model_whose_answers_have_headers(tmp_path: Path) -> None:
-    folder = with_template(make_scripted_model(tmp_path / "harmony"), TEMPLATES["harmony"], None)
-    thought, call = (
-        "<|channel|>analysis<|message|>Hm.<|end|>",
-        " to=functions.weather<|channel|>commentary json<|message|>",
-    )
-    path, form = "/v1/chat/completions", {"type": "json_object"}
-    with live(str(folder)) as running:
-        with saying(f"{thought}<|start|>assistant{call}{json.dumps(ARGUMENTS)}"):
-            found = events(running, path, {"tools": [TOOLS[path]]})
-        with saying(f'{thought}<|start|>assistant<|channel|>final<|message|>{{"a": 1}}'):
-            status, whole = running.post(path, {**BODIES[path], "response_format": form})
-    calls = [call["function"] for each in found for call in each["choices"][0]["delta"].get("tool_calls", ())]
-    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("weather", ARGUMENTS)]
-    assert text_of(found) == ""
-    assert "".join(each["choices"][0]["delta"].get("reasoning", "") for each in found) == "Hm."
-    message = whole["choices"][0]["message"]
-    assert (status, message["content"], message["reasoning"]) == (200, '{"a": 1}', "Hm.")

@@ -99,21 +99,13 @@ def test_link_in_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> No
 
 def test_exclusive_lock_keeps_others_out(tmp_path: Path) -> None:
     path = tmp_path / "lock"
+    with pytest.raises(FileNotFoundError):
+        HeldLock(path)
     with HeldLock(path, create=0o600), pytest.raises(BlockingIOError):
         HeldLock(path, shared=True, wait=False)
+    with HeldLock(path, shared=True), HeldLock(path, shared=True, wait=False), pytest.raises(BlockingIOError):
+        HeldLock(path, wait=False)
     HeldLock(path, wait=False).release()
-
-
-def test_shared_locks_exclude_only_exclusive_ones(tmp_path: Path) -> None:
-    with HeldLock(tmp_path, shared=True), HeldLock(tmp_path, shared=True, wait=False), pytest.raises(BlockingIOError):
-        HeldLock(tmp_path, wait=False)
-
-
-def test_missing_file_is_made_only_on_request(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        HeldLock(tmp_path / "lock")
-    with HeldLock(tmp_path / "lock", create=0o640) as fd:
-        assert os.fstat(fd).st_mode & 0o777 == 0o640
 
 
 def test_file_removed_during_the_wait_is_opened_again(tmp_path: Path) -> None:

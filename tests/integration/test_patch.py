@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map
 import children
 import mlx_flash
 from adapters import ADAPTERS, save_adapter
-from mlx_flash import BudgetError, FlashConfig, FlashLLM, StreamedWeightsError, apply_flash_patch, remove_flash_patch
+from mlx_flash import FlashConfig, FlashLLM, StreamedWeightsError, apply_flash_patch, remove_flash_patch
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
@@ -139,26 +138,6 @@ def test_the_last_one_applied_counts_and_contexts_nest(model_dir: Path) -> None:
     assert mlx_lm.utils.load_model is ORIGINAL
 
 
-def test_from_several_threads() -> None:
-    barrier = threading.Barrier(8)
-
-    def work(i: int) -> None:
-        barrier.wait()
-        for _ in range(50):
-            apply_flash_patch(config())
-            assert mlx_lm.utils.load_model is not None
-            if i % 2:
-                remove_flash_patch()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    remove_flash_patch()
-    assert mlx_lm.utils.load_model is ORIGINAL
-
-
 def test_another_patch_over_ours_is_not_lost(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,11 +159,6 @@ def test_another_patch_over_ours_is_not_lost(
     remove_flash_patch()
     monkeypatch.undo()
     remove_flash_patch()
-
-
-def test_a_budget_too_small_is_refused_when_loading(model_dir: Path) -> None:
-    with apply_flash_patch(config(ram_budget_gb=0.001)), pytest.raises(BudgetError, match="at least"):
-        mlx_lm.load(str(model_dir))
 
 
 @pytest.mark.parametrize("command", ["convert --mlx-path OUT -q", "fuse --save-path OUT", "lora --train --data OUT"])

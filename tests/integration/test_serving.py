@@ -153,25 +153,6 @@ def test_a_refusal_does_not_wait_for_others(streaming: Server) -> None:
                 chat(streaming, "Hi " * 300_000)
 
 
-def test_a_server_that_was_stopped_goes_on(streaming: Server) -> None:
-    """As by Ctrl-Z: the answer under way is complete, and so is one that was asked for meanwhile."""
-    pid, options = streaming.process.pid or 0, {"max_tokens": 64, "temperature": 0}
-    expected = chat(streaming, "Tell me about the sea", **options)
-    with ThreadPoolExecutor(2) as pool:
-        body = {"model": "default_model", "messages": [{"role": "user", "content": "Tell me about the sea"}], **options}
-        chunks = streaming.client().chat.completions.create(**body, stream=True)
-        first = next(chunks).choices[0].delta.content or ""
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            meanwhile = pool.submit(chat, streaming, "Tell me about the sea", **options)
-            time.sleep(1)
-            assert not meanwhile.done()
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        rest = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert first + rest == meanwhile.result(60) == expected
-
-
 ENDS_SOON = """
 import runpy
 from mlx_flash.server import serving
@@ -275,14 +256,3 @@ def test_exec_of_nothing(model: str) -> None:
     assert done.returncode == 1 and "no such Python program" in done.stderr
     done = run("mlx_flash", "exec", "--")
     assert done.returncode == 1 and "no program is named" in done.stderr
-
-
-def test_answer_of_chat_is_mlx_lms(model: str) -> None:
-    """A later answer may differ: mlx-lm keeps the tokens of its answers, we encode their text again."""
-    flags = ["--model", model, "--max-tokens", "8"]
-    expected = run("mlx_lm", "chat", *flags, stdin="Hello there\nq\n")
-    found = run("mlx_flash", "chat", *flags, "--ram-budget-gb", "min", stdin="Hello there\n/bye\n")
-    assert found.returncode == expected.returncode == 0, found.stderr
-
-    (answer,) = found.stdout.splitlines()
-    assert answer.strip() and answer in expected.stdout.splitlines()

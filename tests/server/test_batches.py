@@ -23,7 +23,7 @@ import mlx_flash
 from mlx_flash import FlashConfig
 from mlx_flash.engine import passes
 from mlx_flash.engine.passes import Passes
-from mlx_flash.errors import BudgetError, RefusedError
+from mlx_flash.errors import BudgetError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.plan import together_bytes
 from mlx_flash.server import batch, loaded
@@ -145,15 +145,6 @@ def test_prompts_share_calls(served: Served, sizes: list[int], prompts: list[lis
     assert list(map(text_of, again)) == expected
     assert all(event.num_cached for events in again for event in events if isinstance(event, Begun))
     served.prompt_cache.trim_to(n_sequences=0)
-
-
-def test_prompts_have_room_in_a_step(model: str, prompts: list[list[int]]) -> None:
-    with serving(model, options=BatchOptions(prefill_step_size=128)) as running:
-        asked = [request(text) for text in ALIKE]
-        expected = alone(running, *asked)
-        prompts.clear()
-        assert expected == list(map(text_of, running.events_together(*asked)))
-    assert prompts and {*map(len, prompts)} == {2}
 
 
 @pytest.fixture
@@ -425,12 +416,6 @@ def test_caches_of_every_kind(tmp_path: Path, sizes: list[int], name: str) -> No
     with serving(str(folder)) as running:
         asked = [request(text) for text in TEXTS]
         assert alone(running, *asked) == list(map(text_of, running.events_together(*asked))) and max(sizes) == 4
-
-
-def test_refusals_name_the_memory(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded, "LEAST_ANSWER", 10**7)
-    with pytest.raises(RefusedError, match=r"answer of at most 10000000.*the budget is"):
-        served.ask(*turn("Hi"), max_tokens=10**7)
 
 
 def test_calls_of_a_token(model: str) -> None:

@@ -110,13 +110,6 @@ def test_requests_for_two_models_wait_for_each_other(models: list[str]) -> None:
         ]
 
 
-def test_idle_models_leave_after_a_time(models: list[str]) -> None:
-    with live(models[0], keep_alive=0.2, context_length=512) as server:
-        server.say("Hi")
-        eventually(lambda: not list(server.room.models))
-        assert server.say("Hi")
-
-
 def test_a_model_that_cannot_be_closed_ends_alone(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(loaded: LoadedModel) -> None:
         close(loaded)

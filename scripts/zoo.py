@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
-from zoo import names, unconfigured
+from zoo import names
 from zoo.compare import Outcome
 from zoo.pool import Case, outcome_of, outcome_on_ranks, run
 from zoo.weights import VARIANTS
@@ -38,18 +38,16 @@ def main() -> int:
     if arguments.vision:
         import vlm_zoo
 
-        chosen, missing, default = arguments.names or vlm_zoo.architectures(), [], "fp32"
+        chosen, default = arguments.names or vlm_zoo.architectures(), "fp32"
         run_one = partial(outcome_of, target=vlm_zoo.compare)
     else:
-        chosen, missing = select(arguments.names)
+        chosen = select(arguments.names)
         run_one = partial(outcome_on_ranks, num_ranks=arguments.ranks) if arguments.ranks > 1 else outcome_of
         default = "bf16" if arguments.ranks > 1 else DEFAULT_VARIANTS
     variants = (arguments.variants or default).split(",")
     instead = {} if arguments.variants else {"bf16": "fp32"}
     cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
-    outcomes = [Outcome(name, "", reason="the zoo has no configuration for it") for name in missing]
-    for outcome in outcomes:
-        print(line(outcome))
+    outcomes: list[Outcome] = []
     for outcome in run(cases, arguments.jobs, arguments.timeout, run_one):
         outcomes.append(outcome)
         print(line(outcome), flush=True)
@@ -86,15 +84,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def select(patterns: list[str]) -> tuple[list[str], list[str]]:
-    """Return the configurations that match any pattern, and the architectures without a configuration."""
-    if not patterns:
-        return names(), unconfigured()
-    wanted = [pattern if ":" in pattern else f"{pattern}:*" for pattern in patterns]
+def select(patterns: list[str]) -> list[str]:
+    """Return the names of configurations that match any pattern, or all."""
+    wanted = [pattern if ":" in pattern else f"{pattern}:*" for pattern in patterns or ["*"]]
     chosen = [name for name in names() if any(fnmatch.fnmatch(name if ":" in name else f"{name}:", p) for p in wanted)]
     if not chosen:
         sys.exit(f"no architecture is called {' or '.join(patterns)}. There are {', '.join(names())}.")
-    return chosen, []
+    return chosen
 
 
 def line(outcome: Outcome) -> str:

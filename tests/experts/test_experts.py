@@ -6,7 +6,6 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -44,7 +43,7 @@ from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
 from saved_models import model_fixture
 from streamed import config, streamed_whole
-from zoo.compare import LONGEST_CALL, TURNS, find_difference, only, trace
+from zoo.compare import TURNS, difference_in, find_difference, trace
 
 POOLS = [(0, True), (0, False), (14, False), (9, True), (999, True), (999, False)]
 """Slots of the pool (the fewest, some, all), and whether rows are exact. Architectures take turns at three of them."""
@@ -56,9 +55,7 @@ def test_experts_stream_exactly(made: Any, number: int, architecture: tuple[str,
     directory, expected = made(*architecture)
     for i, (pool_slots, exact_rows) in enumerate(POOLS[number % 2 :: 2], number):
         with streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows) as model:
-            model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-            turn = TURNS[i % 2]
-            assert not find_difference(only(turn, expected), trace(model, numbers=turn)), (pool_slots, exact_rows)
+            assert not difference_in(model, expected, TURNS[i % 2]), (pool_slots, exact_rows)
             assert model.engine.experts.pool.stats.num_calls
 
 
@@ -275,8 +272,7 @@ def test_experts_in_stacks_stream_exactly(made: Any, architecture: tuple[str, st
     directory, expected = made(*architecture)
     for pool_slots, numbers in zip((9, 999), TURNS, strict=True):
         with streamed_whole(directory, pool_slots=pool_slots, exact_rows=False) as model:
-            model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-            assert not find_difference(only(numbers, expected), trace(model, numbers=numbers))
+            assert not difference_in(model, expected, numbers)
             assert model.engine.experts.pool.stats.num_calls
 
 

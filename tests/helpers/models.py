@@ -29,102 +29,33 @@ MAKE_RANDOM_MODEL = ROOT / "scripts" / "make_random_model.py"
 VOCAB_SIZE = 1000
 Computed = TypeVar("Computed", bound=Callable[..., Any])
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 5,
-    "intermediate_size": 352,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB_SIZE,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-}
+TINY: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+TINY |= {"vocab_size": VOCAB_SIZE, "rope_theta": 1e4, "tie_word_embeddings": False}
+
+LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 5, "intermediate_size": 352}
 
 NARROW_LLAMA = LLAMA | {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}
 """The same layers and cache with a third of the weights, for tests of many passes."""
 
-WIDE_LLAMA = LLAMA | {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+WIDE_LLAMA = LLAMA | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
+WIDE_LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 """0.08 GB in fp32."""
 
-GEMMA3: dict[str, Any] = {
-    "model_type": "gemma3_text",
-    "hidden_size": 128,
-    "num_hidden_layers": 6,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB_SIZE,
-    "sliding_window": 8,
-    "sliding_window_pattern": 3,
-}
+GEMMA3 = TINY | {"model_type": "gemma3_text", "num_hidden_layers": 6, "intermediate_size": 256, "head_dim": 32}
+GEMMA3 |= {"sliding_window": 8, "sliding_window_pattern": 3}
 
-MAMBA2: dict[str, Any] = {
-    "model_type": "mamba2",
-    "num_heads": 8,
-    "head_dim": 32,
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "state_size": 16,
-    "num_hidden_layers": 4,
-    "layer_norm_epsilon": 1e-5,
-    "expand": 2,
-    "conv_kernel": 4,
-    "n_groups": 1,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "tie_word_embeddings": True,
-    "time_step_limit": (0.0, 100.0),
-    "time_step_rank": "auto",
-    "chunk_size": 16,
-    "ssm_state_size": 16,
-    "intermediate_size": 256,
-}
+MAMBA2: dict[str, Any] = {"model_type": "mamba2", "num_hidden_layers": 4, "num_heads": 8, "head_dim": 32}
+MAMBA2 |= {"hidden_size": 128, "vocab_size": VOCAB_SIZE, "state_size": 16}
+MAMBA2 |= {"layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4, "n_groups": 1, "use_bias": False}
+MAMBA2 |= {"use_conv_bias": True, "tie_word_embeddings": True, "time_step_limit": (0.0, 100.0)}
+MAMBA2 |= {"time_step_rank": "auto", "chunk_size": 16, "ssm_state_size": 16, "intermediate_size": 256}
 
-QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB_SIZE,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 512,
-}
+QWEN3_MOE = TINY | {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
+QWEN3_MOE |= {"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "max_position_embeddings": 512}
 
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 100,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB_SIZE,
-    "rope_theta": 1e4,
-}
+MIXTRAL = TINY | {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 100}
+MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 @functools.cache

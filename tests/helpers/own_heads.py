@@ -21,12 +21,9 @@ from zoo import configuration
 
 QWEN = {"norm": "norm", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "join": "fc"}
 
-
 DEEPSEEK = {"norm": "shared_head.norm", "enorm": "enorm", "hnorm": "hnorm", "join": "eh_proj"}
 
-
 MIMO = {"norm": "final_layernorm", "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "join": "input_proj"}
-
 
 NAMES: dict[str, tuple[str, str, Mapping[str, str]]] = {
     "qwen3_5": ("mtp.", "layers.0.", QWEN),
@@ -40,13 +37,10 @@ NAMES: dict[str, tuple[str, str, Mapping[str, str]]] = {
 }
 """Of each model the beginning of the names of the head, of its layer in it, and of the modules beside the layer."""
 
-
 COUNTS = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
-
 
 ALONE = {"num_hidden_layers": 1, "full_attention_interval": 1, "mlp_only_layers": [], "first_k_dense_replace": 0}
 """Entries of a configuration that make a head's layer the only one."""
-
 
 ENDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 """Matrices whose zeros make a layer return its input."""
@@ -91,15 +85,8 @@ def save_with_head(
 
 def _weights(model: nn.Module, knows: bool) -> dict[str, mx.array]:
     found = dict(tree_flatten(model.parameters()))
-    if knows:
-        dense = dict(tree_flatten(model.parameters()))
-        found = {key: mx.zeros_like(value) if _ends(key, dense) else value for key, value in found.items()}
-    return found
-
-
-def _ends(key: str, weights: Mapping[str, mx.array]) -> bool:
-    module = key.rpartition(".")[0]
-    return f"{module}.weight".endswith(ENDS) and not key.endswith("norm.weight")
+    ends = [key for key in found if knows and f"{key.rpartition('.')[0]}.weight".endswith(ENDS)]
+    return found | {key: mx.zeros_like(found[key]) for key in ends}
 
 
 def _one_by_one(weights: dict[str, mx.array]) -> dict[str, mx.array]:

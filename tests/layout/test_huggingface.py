@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
@@ -23,22 +22,12 @@ from mlx_flash.storage.safetensors import read_checkpoint
 from models import stock
 from streamed import streamed_whole
 from zoo import configuration
-from zoo.compare import GENERATIONS, LONGEST_CALL, TURNS, find_difference, find_flaw, trace
+from zoo.compare import GENERATIONS, TURNS, difference_in, find_difference, find_flaw, trace
 from zoo.weights import VARIANTS, build
 
 Weights = dict[str, mx.array]
 
 Config = dict[str, Any]
-
-CODES = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint8: "U8",
-    mx.int32: "I32",
-    mx.uint32: "U32",
-    mx.int64: "I64",
-}
 
 
 def write(directory: Path, config: Config, weights: Weights, fp8: frozenset[str] = frozenset()) -> None:
@@ -50,7 +39,7 @@ def write(directory: Path, config: Config, weights: Weights, fp8: frozenset[str]
         arrays = {name: mx.contiguous(weights[name]) for name in part}
         mx.eval(list(arrays.values()))
         specs = [
-            TensorSpec(name, "F8_E4M3" if name in fp8 else CODES[array.dtype], tuple(array.shape))
+            TensorSpec(name, "F8_E4M3" if name in fp8 else derived._DTYPES[array.dtype], tuple(array.shape))
             for name, array in arrays.items()
         ]
         shard = ShardPlan(f"model-{i + 1:05}-of-00002.safetensors", specs, {"format": "pt"})
@@ -77,9 +66,6 @@ def mixtral(directory: Path) -> None:
         else:
             result[name] = array
     write(directory, config, result)
-
-
-DIRECT = {"gemma3": gemma3, "mixtral": mixtral}
 
 
 def latent(weights: Weights) -> Weights:
@@ -139,8 +125,6 @@ def awq(directory: Path) -> None:
 SOME = TURNS[1]
 """Generations that are compared: where bytes come from is the same for all. `test_zoo` runs all of them."""
 
-DERIVED = {"deepseek_v3-fp8": deepseek_fp8, "awq": awq}
-
 
 @pytest.fixture(autouse=True)
 def _tiny_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,23 +132,10 @@ def _tiny_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def never(*args: Any) -> Any:
-    raise AssertionError("computed again")
-
-
 @pytest.fixture
-def streamed(tmp_path: Path) -> Iterator[Callable[..., FlashLLM]]:
-    opened: list[FlashLLM] = []
-
-    def load(directory: Path) -> FlashLLM:
-        model = streamed_whole(directory, tile_rows=64)
-        opened.append(model)
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # longer calls are cut
-        return model
-
-    yield load
-    for model in opened:
-        model.close()
+def streamed() -> Iterator[Callable[..., FlashLLM]]:
+    with ExitStack() as stack:
+        yield lambda directory: stack.enter_context(streamed_whole(directory, tile_rows=64))
 
 
 def records(model: FlashLLM) -> dict[str, set[Path]]:
@@ -173,38 +144,37 @@ def records(model: FlashLLM) -> dict[str, set[Path]]:
 
 
 def expected_of(directory: Path) -> list[Any]:
-    model: nn.Module = stock(directory)
-    expected = trace(model, numbers=SOME)
+    expected = trace(stock(directory), numbers=SOME)
     assert not find_flaw(expected[0])
     return expected
 
 
-@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize("save", [gemma3, mixtral])
 def test_renamed_and_stacked_tensors_are_read_in_place(
-    name: str, tmp_path: Path, streamed: Callable[..., FlashLLM]
+    save: Callable[[Path], None], tmp_path: Path, streamed: Callable[..., FlashLLM]
 ) -> None:
-    DIRECT[name](tmp_path / "model")
+    save(tmp_path / "model")
     expected = expected_of(tmp_path / "model")
     checkpoint = read_checkpoint(tmp_path / "model")
     assert not derived_parameters(load_lazily(tmp_path / "model", checkpoint))
     model = streamed(tmp_path / "model")
-    assert not find_difference(expected, trace(model, numbers=SOME))
+    assert not difference_in(model, expected, SOME)
     assert not list_copies()
     assert set().union(*records(model).values()) <= {shard.path for shard in checkpoint.shards}
 
 
-@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("save", [deepseek_fp8, awq])
 def test_computed_tensors_are_streamed_from_a_copy(
-    name: str, tmp_path: Path, streamed: Callable[..., FlashLLM], monkeypatch: pytest.MonkeyPatch
+    save: Callable[[Path], None], tmp_path: Path, streamed: Callable[..., FlashLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "model"
-    DERIVED[name](directory)
+    save(directory)
     expected = expected_of(directory)
     computed = {p.spec.name for p in derived_parameters(load_lazily(directory, read_checkpoint(directory)))}
     assert computed
 
     model = streamed(directory)
-    assert not find_difference(expected, trace(model, numbers=SOME))
+    assert not difference_in(model, expected, SOME)
     (copy,) = list_copies()
     assert copy.is_complete and copy.source == str(directory)
     sources = records(model)
@@ -212,7 +182,7 @@ def test_computed_tensors_are_streamed_from_a_copy(
     assert from_copy == computed & sources.keys()
     assert from_copy
 
-    monkeypatch.setattr(derived, "compute", never)
+    monkeypatch.setattr(derived, "compute", lambda *_: pytest.fail("computed again"))
     again, last = streamed(directory), trace(model, GENERATIONS[-1:])
     assert not find_difference(expected[-len(last) :], last)
     assert not find_difference(last, trace(again, GENERATIONS[-1:]))

@@ -6,8 +6,9 @@ A name is that of mlx-lm's module, with a suffix where one architecture comes in
 from __future__ import annotations
 
 import copy
-import importlib
 import pkgutil
+import re
+from pathlib import Path
 from typing import Any
 
 from mlx_lm import models
@@ -16,32 +17,20 @@ from zoo.configurations import CONFIGURATIONS, SHARED
 
 
 def names() -> list[str]:
-    """Return the names of all configurations, in alphabetical order."""
-    return sorted(CONFIGURATIONS, key=str.lower)
-
-
-def architecture(name: str) -> str:
-    """Return the mlx-lm module of a configuration."""
-    return name.split(":", maxsplit=1)[0]
+    """Return the names of all configurations, those of the installed mlx-lm's architectures among them, in order."""
+    folder = Path(models.__path__[0])
+    texts = {module.name: (folder / f"{module.name}.py").read_text() for module in pkgutil.iter_modules([str(folder)])}
+    found = {
+        name for name, text in texts.items() if re.search(r"\bModel\b", text) and re.search(r"\bModelArgs\b", text)
+    }
+    return sorted(found | CONFIGURATIONS.keys(), key=str.lower)
 
 
 def configuration(name: str) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    own = copy.deepcopy(CONFIGURATIONS[name])
-    config = {"model_type": architecture(name), "vocab_size": SHARED["vocab_size"], **own}
+    own = copy.deepcopy(CONFIGURATIONS.get(name, {}))
+    config = {"model_type": name.split(":", maxsplit=1)[0], "vocab_size": SHARED["vocab_size"], **own}
     if "text_config" in own:
         config["text_config"] = {**copy.deepcopy(SHARED), **own["text_config"]}
         return config
     return {**copy.deepcopy(SHARED), **config}
-
-
-def unconfigured() -> list[str]:
-    """Return the architectures of the installed mlx-lm without a configuration here."""
-    known = {architecture(name) for name in CONFIGURATIONS}
-    found = [module.name for module in pkgutil.iter_modules(models.__path__)]
-    return [name for name in sorted(set(found) - known) if _is_architecture(name)]
-
-
-def _is_architecture(name: str) -> bool:
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    return hasattr(module, "Model") and hasattr(module, "ModelArgs")

@@ -130,8 +130,7 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turn
 def find_difference_of_cut(directory: Path, cut: int | str, expected: list[Any], numbers: Sequence[int]) -> str:
     """Return the difference that smaller units make, or an empty text."""
     with streamed_whole(directory, num_slots=3, tile_rows=64, cut=cut) as model:
-        model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
-        difference = find_difference(only(numbers, expected), trace(model, numbers=numbers))
+        difference = difference_in(model, expected, numbers)
     return f"cut {cut}: {difference}" if difference else ""
 
 
@@ -148,10 +147,9 @@ def find_difference_of_pools(
         for exact_rows in (i % 2 == 0,) if in_turns else (True, False):
             cut = finest if i % 2 == exact_rows or (in_turns and i == 1) else 0
             with streamed_whole(directory, cut=cut, pool_slots=num_slots, exact_rows=exact_rows) as model:
-                model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)
                 assert model.plan.pool is not None and model.engine is not None and model.engine.experts is not None
                 least, num_experts = model.plan.pool.num_slots, model.plan.pool.num_experts
-                difference = find_difference_or_error(model, expected, TURNS[i % 2] if in_turns else EVERY)
+                difference = difference_in(model, expected, TURNS[i % 2] if in_turns else EVERY)
                 num_calls = model.engine.experts.pool.stats.num_calls
             if difference or not num_calls:
                 how = f"pool of {least} of {num_experts}, rows {'' if exact_rows else 'not '}exact, cut {cut}"
@@ -161,12 +159,10 @@ def find_difference_of_pools(
     return ""
 
 
-def find_difference_or_error(model: FlashLLM, expected: list[Any], numbers: Sequence[int]) -> str:
-    """Return the first difference or the error that ended the run, or an empty text."""
-    try:
-        return find_difference(only(numbers, expected), trace(model, numbers=numbers))
-    except Exception as error:
-        return one_line(error)
+def difference_in(model: FlashLLM, expected: list[Any], numbers: Sequence[int] = EVERY) -> str:
+    """Return where a streamed model first differs in some generations, or an empty text."""
+    model.plan = replace(model.plan, prefill_step_size=LONGEST_CALL)  # longer calls are cut
+    return find_difference(only(numbers, expected), trace(model, numbers=numbers))
 
 
 def judge(directory: Path, outcome: Outcome, expected: list[Any], got: list[Any], closed: list[Any]) -> str:

@@ -105,214 +105,141 @@ KINDS = {
 
 PARTIAL_MROPE = {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 FULL_MROPE = {"type": "default", "mrope_section": [4, 6, 6]}
+MROPE = {**FULL_MROPE, "type": "mrope"}
 QWEN_VISION = by_name((3, "depth"), (128, "hidden_size out_hidden_size"), (256, "intermediate_size"), (4, "num_heads"))
 QWEN_VISION |= {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
 QWEN3_5 = {"text_config": {"num_hidden_layers": 4, "rope_parameters": PARTIAL_MROPE}, "vision_config": QWEN_VISION}
-DEEPSEEK = {
-    "text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
-    "vision_config": {"model_type": "vision", "image_size": 64},
-}
+DEEPSEEK = {"num_key_value_heads": 4, "qk_rope_head_dim": 16}
+DEEPSEEK_VISION = {"model_type": "vision", "image_size": 64}
 DEEPSEEK_2 = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate_size": 256}
 PROJECTOR = {"input_dim": 128, "n_embed": 128, "projector_type": "mlp_gelu", "depth": 2}
 OMNI_TEXT = TEXT | by_name((4, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"))
 OMNI_TEXT |= {"mlp_only_layers": [], "moe_intermediate_size": 64, "rope_theta": 10000.0, "rope_scaling": FULL_MROPE}
 OMNI_TEXT |= {"max_position_embeddings": 512}
-OMNI_AUDIO = by_name(
-    (2, "encoder_layers num_hidden_layers"), (4, "encoder_attention_heads"), (32, "downsample_hidden_size")
-)
-OMNI_AUDIO |= by_name((64, "d_model"), (128, "encoder_ffn_dim output_dim"))
-OMNI_TOKENS = {"image_token_id": IMAGE, "video_token_id": 289, "vision_start_token_id": 288, "audio_token_id": 287}
+OMNI_AUDIO = by_name((2, "encoder_layers num_hidden_layers"), (4, "encoder_attention_heads"), (64, "d_model"))
+OMNI_AUDIO |= by_name((32, "downsample_hidden_size"), (128, "encoder_ffn_dim output_dim"))
+OMNI = {"text_config": OMNI_TEXT, "vision_config": QWEN_VISION, "audio_config": OMNI_AUDIO, "image_token_id": IMAGE}
+GEMMA3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA3N |= {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": [256] * 4}
+LLAMA4_TEXT = {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]}
+LLAMA4 = by_name((0.5, "pixel_shuffle_ratio"), (0.0, "projector_dropout"), (3, "num_channels"))
+LLAMA4 |= {"intermediate_size": 512, "vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
 GLM_MOE = by_name((False, "use_qk_norm attention_bias"), (True, "norm_topk_prob"), (1, "n_shared_experts"))
+GLM_MOE |= by_name((1.0, "partial_rotary_factor routed_scaling_factor")) | {"rope_scaling": FULL_MROPE}
+GLM_ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 XDROPE = {"type": "xdrope", "xdrope_section": [4, 4, 4, 4], "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1}
-MOLMO2 = by_name((128, "hidden_size"), (256, "intermediate_size"), (4, "num_attention_heads num_key_value_heads"))
-MOLMO2 |= {"head_dim": 32}
+XDROPE |= by_name((1.0, "factor mscale mscale_all_dim"))
 KDA = {"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4}
+KIMI_K3 = {"linear_attn_config": KDA, "num_key_value_heads": 4, "num_experts": None}
 PHI_AUDIO = {"attention_dim": 128, "attention_heads": 4, "num_blocks": 2, "linear_units": 256}
+MLLAMA_VISION = {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384}
+GRANITE4 = {"deepstack_layer_map": [[-2, 0], [-1, 1]], "spatial_target_layers": [0, 1, 2, 2]}
+MUSE = {"out_hidden_size": 512, "projector_hidden_size": 128}
+MUSE_SPARK = {"rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0.0, 1e4], "output_multiplier": 1.0}
+MUSE_SPARK |= {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
+}
+MUSE_AUDIO = {"hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4}
+MIMO_V2 = {"hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1], "partial_rotary_factor": 0.5}
+MIMO_V2 |= by_name((2, "swa_num_key_value_heads"), (4, "swa_num_attention_heads"), (32, "swa_head_dim"))
+MIMO_V2_VISION = {"fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]}
+ERNIE = by_name(([4, 4], "moe_num_experts"), ([1, 1], "moe_layer_start_index"), ([2, 2], "moe_layer_end_index"))
+ERNIE |= by_name(([64, 64], "moe_intermediate_size"), ([6, 6, 4], "mrope_section"))
+INPUT_SIZE = {"image_default_input_size": [56, 56]}
+MOLMO = by_name((256, "hidden_size"), (17, "image_num_pos"), (588, "intermediate_size")) | {"vit_layers": [-2, -3]}
+MOLMO2 = {**VISION, "head_dim": 32, "num_key_value_heads": 4}
+MOLMO2_VIT = {**MOLMO2, "image_num_pos": 16, **INPUT_SIZE}
+MOLMO2_ADAPTER = {**MOLMO2, "text_hidden_size": 128, "vit_layers": [-1, -2]}
+KIMI_SIZES = by_name((128, "text_hidden_size mm_hidden_size"), (8, "init_pos_emb_height init_pos_emb_width"))
+DEEPSEEK_V4 = by_name((2, "o_groups vision_downsample_ratio"), (4, "index_n_heads"), (16, "qk_rope_head_dim"))
+DEEPSEEK_V4 |= by_name((32, "o_lora_rank"), (64, "index_head_dim"))
+NEMOTRON = by_name(("M*-M", "hybrid_override_pattern"), (False, "attention_bias mlp_bias use_bias"))
+
+
+def parts(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    """Return entries of the parts of a model, and others."""
+    found = {"text_config": text, "vision_config": vision, **others}
+    return {name: value for name, value in found.items() if value is not None}
+
 
 ENTRIES: dict[str, dict[str, Any]] = {
-    "aya_vision": {"text_config": {"sliding_window_pattern": 2, "num_hidden_layers": 4}},
-    "gemma3n": {
-        "text_config": {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "intermediate_size": [256] * 4,
-        }
-    },
-    "gemma4": {
-        "text_config": {"num_hidden_layers": 4, "sliding_window_pattern": 2},
-        "vision_config": {"num_key_value_heads": 4},
-    },
-    "llama4": {
-        "text_config": {"num_experts_per_tok": 1, "attention_chunk_size": 64, "no_rope_layers": [1, 1, 0]},
-        "vision_config": {
-            **by_name(
-                (0.5, "pixel_shuffle_ratio"), (1e-5, "norm_eps"), (0.0, "projector_dropout"), (3, "num_channels")
-            ),
-            **by_name((512, "intermediate_size"), (0.02, "initializer_range"), (-1, "vision_feature_layer")),
-            "vision_feature_select_strategy": "default",
-        },
-    },
-    "glm4v": {
-        "text_config": {"eos_token_id": [1], "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
-    },
-    "glm4v_moe": {
-        "eos_token_id": [1],
-        "text_config": {
-            **GLM_MOE,
-            "rope_scaling": FULL_MROPE,
-            "partial_rotary_factor": 1.0,
-            "routed_scaling_factor": 1.0,
-        },
-    },
-    "llava_bunny": {"vision_config": {"image_size": 378}},
+    "aya_vision": parts({"sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    "gemma3n": parts(GEMMA3N),
+    "gemma4": parts({"num_hidden_layers": 4, "sliding_window_pattern": 2}, {"num_key_value_heads": 4}),
+    "llama4": parts(LLAMA4_TEXT, LLAMA4),
+    "glm4v": parts({"eos_token_id": [1], "rope_scaling": GLM_ROPE}),
+    "glm4v_moe": parts(GLM_MOE, eos_token_id=[1]),
+    "llava_bunny": parts(vision={"image_size": 378}),
     "llava_onevision": {"image_grid_pinpoints": [[56, 56]]},
-    "mllama": {
-        "text_config": {"cross_attention_layers": [1]},
-        "vision_config": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 384},
-    },
-    "muse_glimmer": {"out_hidden_size": 512, "projector_hidden_size": 128},
+    "mllama": parts({"cross_attention_layers": [1]}, MLLAMA_VISION),
+    "muse_glimmer": MUSE,
     "paddleocr_vl": {"hidden_size": 1024},
-    "granite4_vision": {
-        "vision_config": {"image_size": 112},
-        "deepstack_layer_map": [[-2, 0], [-1, 1]],
-        "spatial_target_layers": [0, 1, 2, 2],
-    },
-    "inkling": {"vision_config": {"patch_size": 40}},
-    "jina_vlm": {"vision_config": {"vit_layers": [-1, -2]}},
-    "deepseek_v4": by_name(
-        *((2, "o_groups vision_downsample_ratio"), (4, "index_n_heads"), (16, "qk_rope_head_dim")),
-        *((32, "o_lora_rank"), (64, "index_head_dim")),
-    ),
-    "qwen3_omni_moe": {
-        "thinker_config": {
-            "text_config": OMNI_TEXT,
-            "vision_config": QWEN_VISION,
-            "audio_config": OMNI_AUDIO,
-            **OMNI_TOKENS,
-        },
-        "talker_config": {"text_config": OMNI_TEXT},
-    },
-    "muse_spark": {
-        "text_config": {
-            "rope_parameters": {"rope_theta": 1e4},
-            "layer_rope_theta": [1e4, 0.0, 1e4],
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "final_logit_softcapping": 30.0,
-            "output_multiplier": 1.0,
-        },
-        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
-        "audio_config": {"hidden_sizes": [16, 32, 64, 128], "num_hidden_layers": 4},
-        "out_hidden_size": 512,
-        "projector_hidden_size": 128,
-    },
-    "step3p7": {"text_config": {"moe_layers_enum": [1, 2]}, "vision_config": {"mlp_ratio": 2.0}},
+    "granite4_vision": parts(vision={"image_size": 112}, **GRANITE4),
+    "inkling": parts(vision={"patch_size": 40}),
+    "jina_vlm": parts(vision={"vit_layers": [-1, -2]}),
+    "deepseek_v4": DEEPSEEK_V4,
+    "qwen3_omni_moe": {"thinker_config": {**OMNI, **OTHERS}, "talker_config": parts(OMNI_TEXT)},
+    "muse_spark": parts(MUSE_SPARK, {"pos_emb_height": 8, "pos_emb_width": 8}, audio_config=MUSE_AUDIO, **MUSE),
+    "step3p7": parts({"moe_layers_enum": [1, 2]}, {"mlp_ratio": 2.0}),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5,
     "qwen4_exp": QWEN3_5,
-    "lfm2_vl": {
-        "text_config": {"layer_types": ["conv", "full_attention", "conv"]},
-        "vision_config": {"num_patches": 16},
-        "projector_hidden_size": 128,
-    },
-    "hunyuan_vl": {"text_config": {"rope_scaling": XDROPE | by_name((1.0, "factor mscale mscale_all_dim"))}},
-    "minicpmv4_6": {"text_config": {"num_hidden_layers": 4}, "image_size": 56},
-    "deepseek_vl_v2": {**DEEPSEEK, "projector_config": PROJECTOR},
-    "deepseekocr": DEEPSEEK,
-    "deepseekocr_2": {**DEEPSEEK, "vision_config": {"model_type": "vision", "width": {"qwen2-0-5b": DEEPSEEK_2}}},
-    "ernie4_5_moe_vl": {
-        **by_name(([4, 4], "moe_num_experts"), ([1, 1], "moe_layer_start_index"), ([2, 2], "moe_layer_end_index")),
-        **by_name(([64, 64], "moe_intermediate_size"), ([6, 6, 4], "mrope_section")),
-    },
-    "molmo": {
-        "text_config": {"n_heads": 4, "embedding_size": 300, "additional_vocab_size": 8},
-        "vision_config": {
-            **by_name((256, "hidden_size"), (17, "image_num_pos"), (588, "intermediate_size")),
-            "image_default_input_size": [56, 56],
-            "vit_layers": [-2, -3],
-        },
-    },
-    "molmo2": {
-        "image_end_token_id": 289,
-        "image_patch_id": IMAGE,
-        "text_config": {"additional_vocab_size": 8},
-        "vision_config": {
-            "vit_config": {
-                **MOLMO2,
-                "num_hidden_layers": 3,
-                "image_num_pos": 16,
-                "image_default_input_size": [56, 56],
-            },
-            "adapter_config": {**MOLMO2, "text_hidden_size": 128, "vit_layers": [-1, -2]},
-        },
-    },
-    "moondream3": {"text_config": {"num_key_value_heads": 4}},
+    "lfm2_vl": parts(
+        {"layer_types": ["conv", "full_attention", "conv"]}, {"num_patches": 16}, projector_hidden_size=128
+    ),
+    "hunyuan_vl": parts({"rope_scaling": XDROPE}),
+    "minicpmv4_6": parts({"num_hidden_layers": 4}, image_size=56),
+    "deepseek_vl_v2": parts(DEEPSEEK, DEEPSEEK_VISION, projector_config=PROJECTOR),
+    "deepseekocr": parts(DEEPSEEK, DEEPSEEK_VISION),
+    "deepseekocr_2": parts(DEEPSEEK, {"model_type": "vision", "width": {"qwen2-0-5b": DEEPSEEK_2}}),
+    "ernie4_5_moe_vl": ERNIE,
+    "molmo": parts({"n_heads": 4, "embedding_size": 300, "additional_vocab_size": 8}, {**MOLMO, **INPUT_SIZE}),
+    "molmo2": parts(
+        {"additional_vocab_size": 8},
+        {"vit_config": MOLMO2_VIT, "adapter_config": MOLMO2_ADAPTER},
+        image_end_token_id=289,
+        image_patch_id=IMAGE,
+    ),
+    "moondream3": parts({"num_key_value_heads": 4}),
     "multi_modality": {
         "vision_config": {"cls": "", "params": {"image_size": 56}},
         "projector_config": {"cls": "MlpProjector", "model_type": "projector", "params": PROJECTOR},
     },
-    "mimo_v2": {
-        "text_config": {
-            "hybrid_layer_pattern": [0, 1, 0],
-            "moe_layer_freq": [0, 1, 1],
-            "partial_rotary_factor": 0.5,
-            **by_name((2, "swa_num_key_value_heads"), (4, "swa_num_attention_heads"), (32, "swa_head_dim")),
-        },
-        "vision_config": {"fullatt_block_indexes": [0, 1, 2], "vit_window_attn_types": [-1, -1, -1]},
-    },
-    "kimi_k3": {
-        "text_config": {"linear_attn_config": KDA, "num_key_value_heads": 4, "num_experts": None},
-        "vision_config": by_name(
-            (128, "text_hidden_size mm_hidden_size"), (8, "init_pos_emb_height init_pos_emb_width")
-        ),
-    },
-    "nemotron_h_nano_omni": {
-        "text_config": by_name(("M*-M", "hybrid_override_pattern"), (False, "attention_bias mlp_bias use_bias")),
-        "projector_hidden_size": 128,
-    },
+    "mimo_v2": parts(MIMO_V2, MIMO_V2_VISION),
+    "kimi_k3": parts(KIMI_K3, KIMI_SIZES),
+    "nemotron_h_nano_omni": parts(NEMOTRON, projector_hidden_size=128),
     "phi4_siglip": {"mm_hidden_size": 128},
     "phi4mm": {"mm_hidden_size": 128, "audio_processor": {"config": PHI_AUDIO}},
-    "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+    "glm5_next": parts({"num_key_value_heads": 4, "qk_rope_head_dim": 0}),
 }
 """By architecture: entries that replace those of the generated configuration."""
 
 QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 288}
-QWEN3_MOE = by_name(
-    (8, "num_experts"), (2, "num_experts_per_tok"), (1, "decoder_sparse_step"), (True, "norm_topk_prob")
-)
-QWEN3_MOE |= {"mlp_only_layers": [], "rope_theta": 1e4, "max_position_embeddings": 512, "tie_word_embeddings": False}
+QWEN3_MOE = OMNI_TEXT | {"num_experts": 8, "norm_topk_prob": True, "tie_word_embeddings": False}
+QWEN3_MOE |= {"model_type": "qwen3_vl_moe_text", "rope_scaling": MROPE | {"mrope_interleaved": True}}
 QWEN3_MOE |= {"moe_intermediate_size": 1024}  # the smallest budget holds a part of the experts
+GEMMA3 = TEXT | {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2}
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "image_token_index": IMAGE,
-        "text_config": TEXT | {"model_type": "llama"},
-        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
-    },
+    "llava": parts(
+        TEXT | {"model_type": "llama"},
+        VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
+        image_token_index=IMAGE,
+    ),
     "qwen2_vl": TEXT
     | QWEN_TOKENS
-    | {
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-        "text_config": {},
-        "vision_config": by_name((3, "depth"), (128, "embed_dim hidden_size"), (4, "num_heads"), (14, "patch_size")),
-    },
-    "qwen3_vl_moe": QWEN_TOKENS
-    | {
-        "text_config": TEXT
-        | QWEN3_MOE
-        | {
-            "model_type": "qwen3_vl_moe_text",
-            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6], "mrope_interleaved": True},
-        },
-        "vision_config": QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]},
-    },
-    "gemma3": {
-        "image_token_index": IMAGE,
-        "hidden_size": 128,
-        "text_config": TEXT
-        | {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2, "mm_tokens_per_image": 4},
-        "vision_config": VISION | {"model_type": "siglip_vision_model"},
-    },
+    | {"rope_scaling": MROPE, "text_config": {}}
+    | {"vision_config": by_name((3, "depth"), (128, "embed_dim hidden_size"), (4, "num_heads"), (14, "patch_size"))},
+    "qwen3_vl_moe": parts(
+        QWEN3_MOE, QWEN_VISION | {"model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [1]}, **QWEN_TOKENS
+    ),
+    "gemma3": parts(
+        GEMMA3 | {"mm_tokens_per_image": 4},
+        VISION | {"model_type": "siglip_vision_model"},
+        image_token_index=IMAGE,
+        hidden_size=128,
+    ),
 }
 """Configurations, by mlx-vlm's names of architectures."""
 
@@ -345,10 +272,6 @@ def _of_molmo() -> Picture:
     return _tokens(4), _pixels(1, 1, 16, 3 * 14 * 14), extra
 
 
-def _of_kimi() -> Picture:
-    return _tokens(4), _pixels(16, 3, 14, 14), {"image_grid_hws": mx.array([[4, 4]])}
-
-
 def _of_moondream() -> Picture:
     return _tokens(16), _pixels(1, 56, 56, 3), {"num_crops": [1], "crop_layouts": [(1, 1)]}
 
@@ -373,8 +296,6 @@ FORMS: dict[str, Callable[[], Picture]] = {
         _pixels(1, 2, 3, 64, 64),
         {"images_spatial_crop": mx.array([[[1, 1]]]), "images_seq_mask": _marks(41)},
     ),
-    "ernie4_5_moe_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
-    "fastvlm": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
     "granite4_vision": lambda: (_tokens(16), _pixels(1, 1, 3, 112, 112), {}),
     "idefics2": lambda: (
         _tokens(64),
@@ -383,13 +304,8 @@ FORMS: dict[str, Callable[[], Picture]] = {
     ),
     "inkling": lambda: (_tokens(2), _pixels(2, 2, 40, 40, 3), {}),
     "jina_vlm": _of_molmo,
-    "kimi_k25": _of_kimi,
-    "kimi_k3": lambda: (_tokens(4), _pixels(16, 3, 14, 14), {"grid_thws": mx.array([[1, 4, 4]])}),
-    "kimi_vl": _of_kimi,
-    "lfm2_vl": lambda: (_tokens(4), _pixels(1, 16, 3 * 14 * 14), PATCHES),
     "llava_bunny": lambda: (_tokens(1), _pixels(1, 3, 378, 378), {}),
     "llava_onevision": lambda: (_tokens(36), _pixels(1, 2, 3, 56, 56), {"image_sizes": mx.array([[56, 56]])}),
-    "locateanything": _of_kimi,
     "minicpmv4_6": lambda: (
         _tokens(1),
         [[_pixels(3, 14, 14 * 16)]],
@@ -416,14 +332,10 @@ FORMS: dict[str, Callable[[], Picture]] = {
     ),
     "moondream2": _of_moondream,
     "moondream3": _of_moondream,
-    "muse_glimmer": _of_qwen,
-    "paddleocr_vl": lambda: (_tokens(4), _pixels(1, 16, 3, 14, 14), {"image_grid_thw": mx.array([[1, 4, 4]])}),
-    "step3p7": lambda: (_tokens(1), _pixels(1, 3, 56, 56), {}),
     "phi4_siglip": lambda: (_tokens(1, -200), _pixels(1, 16, 3 * 14 * 14), PATCHES),
     "phi4mm": lambda: (_tokens(1), _pixels(1, 16, 3 * 14 * 14), PATCHES),
     "plamo2vl": lambda: (_tokens(16), _pixels(1, 1, 3, 56, 56), {}),
     "qwen3_omni_moe": _of_qwen,
-    "youtu_vl": lambda: (_tokens(4), _pixels(16, 3 * 14 * 14), {"spatial_shapes": mx.array([[4, 4]])}),
 }
 """By architecture: a function that makes the same picture in every run, after ``mx.random.seed``."""
 
@@ -550,18 +462,22 @@ def write_model(folder: Path, config: dict[str, Any], spread: float | None = Non
 def pictures() -> Iterator[Picture]:
     """Yield pictures in the forms that processors make."""
     mx.random.seed(6)
-    grid = {"image_grid_thw": mx.array([[1, 4, 4]])}
-    forms: list[tuple[mx.array, dict[str, Any]]] = [
-        (mx.random.normal((1, 3, 56, 56)), {}),
-        (mx.random.normal((1, 3, 56, 56)), {"image_sizes": [(56, 56)]}),
-        (mx.random.normal((1, 3, 56, 56)), {"image_sizes": mx.array([[56, 56]])}),
-        (mx.random.normal((1, 1, 3, 56, 56)), {}),
-        (mx.random.normal((16, 3 * 2 * 14 * 14)), grid),
-        (mx.random.normal((16, 3 * 14 * 14)), grid),
+    grid, patches = mx.array([[1, 4, 4]]), 16
+    forms: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((1, 3, 56, 56), {}),
+        ((1, 3, 56, 56), {"image_sizes": [(56, 56)]}),
+        ((1, 3, 56, 56), {"image_sizes": mx.array([[56, 56]])}),
+        ((1, 1, 3, 56, 56), {}),
+        *(((patches, length * 3 * 14 * 14), {"image_grid_thw": grid}) for length in (2, 1)),
+        ((1, patches, 3, 14, 14), {"image_grid_thw": grid}),
+        *(((patches, 3, 14, 14), extra) for extra in ({"image_grid_hws": grid[:, 1:]}, {"grid_thws": grid})),
+        ((1, patches, 3 * 14 * 14), PATCHES),
+        ((patches, 3 * 14 * 14), {"spatial_shapes": grid[:, 1:]}),
     ]
-    for pixels, extra in forms:
+    for shape, extra in forms:
+        pixels = _pixels(*shape)
         for count in (4, 16, 1, 2, 8, 9, 64):
-            yield mx.array([[1, 288, *[IMAGE] * count, 2, 3]]), pixels, extra
+            yield _tokens(count), pixels, extra
 
 
 def outputs(model: Any, tokens: mx.array, pixels: Any, extra: dict[str, Any]) -> list[mx.array]:

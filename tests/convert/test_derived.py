@@ -19,7 +19,6 @@ from mlx_lm.models import llama
 from fused import SMALL, sanitize, save_fused
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import derived
-from mlx_flash.convert import derived as copies
 from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_parameters, list_copies, make_room
 from mlx_flash.convert.pack import NOTE_NAME, TensorSpec
 from mlx_flash.engine.prepare import prepare
@@ -84,7 +83,7 @@ def test_a_copy_holds_what_was_computed_and_is_used_again(directory: Path, compu
     assert not derived_parameters(loaded)
     (copy,) = list_copies()
     for name, array in expected.items():
-        held = derived_array(loaded, name)
+        held = dict(tree_flatten(loaded.model.parameters()))[name]
         assert held is not before[name]
         assert same_bits([held], [array])
         (record,) = loaded.sources[id(held)]
@@ -102,30 +101,13 @@ def test_a_copy_holds_what_was_computed_and_is_used_again(directory: Path, compu
     assert same_bits(logits(again.model), logits(stock(directory)))
 
 
-def derived_array(loaded: LoadedModel, name: str) -> mx.array:
-    return dict(tree_flatten(loaded.model.parameters()))[name]
-
-
-def test_constants_are_not_written(tmp_path: Path, computed: list[str]) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    loaded = adopt(save_fused(tmp_path / "model", {**SMALL, "rope_scaling": scaling}))
-    assert isinstance(loaded.model.layers[0].self_attn.rope._freqs, mx.array)
-    assert len(computed) == NUM_DERIVED
-
-
-@pytest.mark.parametrize(("least_bytes", "limit_gb"), [(32_000_000, None), (1, 0)], ids=["small", "a limit of nothing"])
 def test_nothing_is_written_that_does_not_pay_or_must_not_be(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: list[str], least_bytes: int, limit_gb: int | None
+    directory: Path, monkeypatch: pytest.MonkeyPatch, computed: list[str]
 ) -> None:
-    monkeypatch.setattr(derived, "LEAST_BYTES", least_bytes)
-    assert len(derived_parameters(adopt(directory, limit_gb=limit_gb))) == NUM_DERIVED
-    assert not computed and not derived_directory().exists()
+    for least_bytes, limit_gb in ((1, 0), (32_000_000, None)):
+        monkeypatch.setattr(derived, "LEAST_BYTES", least_bytes)
+        assert len(derived_parameters(adopt(directory, limit_gb=limit_gb))) == NUM_DERIVED
+        assert not computed and not derived_directory().exists()
 
 
 def test_no_room_is_told_and_leaves_all_as_it_was(
@@ -193,7 +175,7 @@ def test_an_interrupted_run_is_taken_up_where_it_ended(
     with pytest.raises(KeyboardInterrupt):
         adopt_derived(loaded, lambda: load(directory)[0], checkpoint, directory)
     (copy,) = list_copies()
-    assert not copy.is_complete and not copies.is_held(copy.folder)
+    assert not copy.is_complete and not derived.is_held(copy.folder)
     assert len(computed) == 4
     assert same_bits(logits(loaded.model), logits(stock(directory))), "the model is as it was"
 
@@ -352,13 +334,9 @@ def test_room_is_made_of_what_was_used_longest_ago() -> None:
     held.release()
     assert make_room(10**6, "/here", "mine", 10**6 + 10_000)
     assert not new.exists()
-
-
-def test_the_beginning_of_the_copy_itself_is_no_room() -> None:
     begun = fake_copy(f"mine{PARTIAL_SUFFIX}", 10**6, 300)
     assert not make_room(10**6, "/here", "mine", 1_500_000)
-    assert make_room(400_000, "/here", "mine", 1_500_000)
-    assert begun.exists()
+    assert make_room(400_000, "/here", "mine", 1_500_000) and begun.exists(), "the copy's own beginning is no room"
 
 
 def test_a_copy_is_named_after_the_repository(tmp_path: Path) -> None:
@@ -400,13 +378,9 @@ def test_the_command_lists_and_clears(directory: Path, capsys: pytest.CaptureFix
     text = command("clear", capsys=capsys)
     assert re.search(r"model +\d+ kB +used today +packed copy, removed", text) and "removed 1 packed copy" in text
     assert not list_copies()
-    assert "removed 0 packed copies" in command("clear", capsys=capsys)
-
-
-def test_what_no_longer_says_what_it_is_can_be_cleared(capsys: pytest.CaptureFixture[str]) -> None:
     folder = fake_copy("strange", 10, 10)
     (folder / NOTE_NAME).write_text("[]")
     text = command("list", capsys=capsys)
     assert "(cannot be read)" in text and "not complete" in text
-    command("clear", capsys=capsys)
-    assert not folder.exists()
+    assert "removed 1 packed copy" in command("clear", capsys=capsys) and not folder.exists()
+    assert "removed 0 packed copies" in command("clear", capsys=capsys)

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import children
@@ -25,7 +25,9 @@ from mlx_flash.convert.pack import (
     DATA_ALIGNMENT,
     NOTE_NAME,
     PackReport,
+    TensorSpec,
     pack,
+    plan_shards,
     streaming_order,
 )
 from mlx_flash.engine.prepare import resolve
@@ -186,23 +188,16 @@ def test_units_lie_in_the_order_of_a_pass_and_what_is_streamed_first_lies_first(
         assert all(left.end == right.offset for left, right in pairwise(records))
 
 
-@settings(deadline=None, max_examples=25)
-@given(shard_bytes=st.integers(1, 4_000_000))
-def test_shards_are_cut_between_units(
-    scattered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, shard_bytes: int
-) -> None:
-    source = scattered("llama-4bit")
-    target = tmp_path_factory.mktemp("cut") / "packed"
-    report = pack(source, target, shard_bytes=shard_bytes)
-    checkpoint = read_checkpoint(target)
-    shard_of = {record.name: shard.path.name for shard in checkpoint.shards for record in shard.tensors}
-    units = order_of(target)
-    assert all(len({shard_of[name] for name in names}) == 1 for names in units)
-    largest = max(sum(checkpoint.tensors[name].nbytes for name in names) for names in units)
-    sizes = [sum(r.nbytes for r in shard.tensors) for shard in sorted(checkpoint.shards, key=lambda s: s.path.name)]
-    assert all(size <= max(shard_bytes, largest) for size in sizes)
-    assert all(left + right > shard_bytes for left, right in pairwise(sizes))
-    assert report.num_shards == len(sizes)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1), st.integers(1, 40))
+def test_shards_are_cut_between_units(units: list[list[int]], shard_bytes: int) -> None:
+    groups = [[TensorSpec(f"{i}.{j}", "U8", (n,)) for j, n in enumerate(unit)] for i, unit in enumerate(units)]
+    shards = plan_shards(groups, shard_bytes, None, "{number} of {count}")
+    assert [shard.name for shard in shards] == [f"{i + 1} of {len(shards)}" for i in range(len(shards))]
+    cuts = [[int(tensor.name.split(".")[0]) for tensor in shard.tensors] for shard in shards]
+    assert [i for cut in cuts for i in sorted(cut)] == [i for i, unit in enumerate(units) for _ in unit]
+    assert all(max(left) < min(right) for left, right in pairwise(cuts))
+    assert all(shard.nbytes <= shard_bytes or len({*numbers}) == 1 for shard, numbers in zip(shards, cuts, strict=True))
+    assert all(a.nbytes + sum(units[min(cut)]) > shard_bytes for a, cut in zip(shards, cuts[1:], strict=False))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -224,18 +219,25 @@ def test_index_names_and_metadata(scattered: Callable[[str], Path], tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_everything_else_is_copied(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", LARGER, num_shards=2)
+def test_everything_else_is_copied_and_links_become_files(tmp_path: Path) -> None:
+    """In the cache of Hugging Face, a model folder is full of links to blobs."""
+    real, source = save(tmp_path / "blobs", LARGER, num_shards=2), tmp_path / "snapshot"
     kept = ["README.md", "chat_template.jinja", "adapters/adapters.safetensors", "code/deep/model.py", ".gitattributes"]
     left = [".git/HEAD", ".cache/huggingface/x.lock", "code/__pycache__/model.pyc"]
     for name in [*kept, *left]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name)
+    for path in real.iterdir():
+        (source / path.name).symlink_to(Path("..") / "blobs" / path.name)
     (source / "code" / "above").symlink_to(source)
     pack(source, tmp_path / "packed")
     found = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob("*") if path.is_file()}
     assert found == {*kept, "config.json", "model.safetensors"}
     assert all((tmp_path / "packed" / name).read_text() == name for name in kept)
+    expected = contents(source)
+    shutil.rmtree(real)
+    assert contents(tmp_path / "packed") == expected
+    assert not any(path.is_symlink() for path in (tmp_path / "packed").rglob("*"))
 
 
 @pytest.mark.parametrize("compresses", [False, True], ids=["plain", "compressed"])
@@ -269,20 +271,6 @@ def test_a_source_that_nobody_may_write_to(tmp_path: Path) -> None:
     finally:
         source.chmod(0o755)
     assert target.stat().st_mode & 0o200, "the state could not be removed from the target, nor files be added later"
-
-
-def test_links_become_files(tmp_path: Path) -> None:
-    """In the cache of Hugging Face, a model folder is full of links to blobs."""
-    real = save(tmp_path / "blobs", LARGER, num_shards=2)
-    source = tmp_path / "snapshot"
-    source.mkdir()
-    for path in real.iterdir():
-        (source / path.name).symlink_to(Path("..") / "blobs" / path.name)
-    pack(source, tmp_path / "packed")
-    assert not any(path.is_symlink() for path in (tmp_path / "packed").iterdir())
-    expected = contents(source)
-    shutil.rmtree(real)
-    assert contents(tmp_path / "packed") == expected
 
 
 # --- whole or not at all ---------------------------------------------------------------------------------------------
@@ -370,38 +358,21 @@ def test_an_interrupted_run_is_taken_up(scattered: Callable[[str], Path], tmp_pa
         assert (target / path.name).stat().st_ino == before.st_ino
 
 
-@pytest.mark.parametrize("damage", ["cut", "header"])
-def test_a_shard_that_is_not_complete_is_written_again(
-    scattered: Callable[[str], Path], tmp_path: Path, damage: str
-) -> None:
-    source = scattered("llama-fp32")
-    interrupted(source, tmp_path / "packed", 0.6, **THREE_MB)
-    first, *_ = sorted((tmp_path / "packed.partial").glob("*.safetensors"))
-    if damage == "cut":
+@pytest.mark.parametrize("change", ["cut", "header", "shard size", "source"])
+def test_what_does_not_fit_any_more_is_written_again(tmp_path: Path, change: str) -> None:
+    source, target = save(tmp_path / "source", LARGER, num_shards=2), tmp_path / "packed"
+    interrupted(source, target, 0.6, shard_bytes=1_000_000 if change == "shard size" else 3_000_000)
+    first = min((tmp_path / "packed.partial").glob("*.safetensors"))
+    if change == "cut":
         os.truncate(first, first.stat().st_size - 1)
-    else:
+    elif change == "header":
         first.write_bytes(first.read_bytes().replace(b"embed", b"EMBED", 1))
-    finished(source, tmp_path / "packed", **THREE_MB)
-
-
-def test_another_shard_size_keeps_nothing_stale(scattered: Callable[[str], Path], tmp_path: Path) -> None:
-    source = scattered("llama-fp32")
-    interrupted(source, tmp_path / "packed", 0.6, shard_bytes=1_000_000)
-    report = finished(source, tmp_path / "packed", **THREE_MB)
-    assert report.resumed_bytes == 0
-    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == report.num_shards
-
-
-def test_a_source_that_changed_starts_over(tmp_path: Path) -> None:
-    """Other bytes, same sizes and names: only the files themselves can tell."""
-    source = save(tmp_path / "source", LARGER, num_shards=2)
-    interrupted(source, tmp_path / "packed", 0.6, **THREE_MB)
-    for path in source.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-100_000:] = os.urandom(100_000)
-        path.write_bytes(data)
-    report = finished(source, tmp_path / "packed", **THREE_MB)
-    assert report.resumed_bytes == 0
+    elif change == "source":  # other bytes, same sizes and names: only the files themselves can tell
+        for path in source.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-100_000] + os.urandom(100_000))
+    report = finished(source, target, **THREE_MB)
+    assert bool(report.resumed_bytes) == (change in ("cut", "header"))
+    assert len(list(target.glob("*.safetensors"))) == report.num_shards
 
 
 @pytest.mark.parametrize("change", [lambda path: os.utime(path, (1, 1)), Path.unlink], ids=["touched", "gone"])

@@ -16,8 +16,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from models import LLAMA, build
+from zoo.configurations import LLAMA3_ROPE
 
-SMALL = {**LLAMA, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
+SMALL = {**LLAMA, "intermediate_size": 320, "num_hidden_layers": 4, "rope_scaling": LLAMA3_ROPE}
+"""Its frequencies of positions are constants that mlx-lm computes. No copy has them."""
+
 STOCK_SANITIZE = llama.Model.sanitize
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,8 +66,9 @@ class Tree:
         (group / "memory.stat").write_text(stat.format(used, shared))
 
 
-def made_tree(root: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    made = Tree(root)
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    made = Tree(tmp_path)
     monkeypatch.setattr(memory, "_PROC", made.proc)
     monkeypatch.setattr(memory, "_CGROUPS", made.groups)
     machine = SimpleNamespace(total=64_000 * MB, available=40_000 * MB)
@@ -74,13 +76,8 @@ def made_tree(root: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     return made
 
 
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    return made_tree(tmp_path, monkeypatch)
-
-
 SCOPE = "user.slice/run.scope"
-GROUPS: dict[str, tuple[list[str] | None, list[tuple[str, object, int]], tuple[int, int]]] = {
+GROUPS: dict[str, tuple[list[str] | None, list[tuple[Any, ...]], tuple[int, int]]] = {
     "no file": (None, [], (64_000, 40_000)),
     "none": ([], [], (64_000, 40_000)),
     "only the root": (["0::/"], [], (64_000, 40_000)),
@@ -110,27 +107,22 @@ GROUPS: dict[str, tuple[list[str] | None, list[tuple[str, object, int]], tuple[i
     "outside of the visible tree": (["0::/../sibling"], [("", 5_000, 0)], (5_000, 5_000)),
     "more used than allowed": (["0::/a"], [("a", 1_000, 1_001)], (1_000, 0)),
     "limit above what the machine has": (["0::/a"], [("a", 100_000, 1_000)], (64_000, 40_000)),
+    # It is counted as cache, but without swap the kernel would rather kill than take it back.
+    "shared memory": (["0::/a"], [("a", 1_000, 300, 200)], (1_000, 500)),
+    "shared memory, v1": (["5:memory:/a"], [("memory/a", 1_000, 300, 200)], (1_000, 500)),
 }
-"""Lines of ``/proc/self/cgroup``; groups with limit and use in MB; the total and available memory in MB."""
+"""Lines of ``/proc/self/cgroup``; groups with limit and use in MB, and shared memory; total and available memory."""
 
 
-def test_limits_of_control_groups_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, (name, (lines, groups, expected)) in enumerate(GROUPS.items()):
-        (tmp_path / str(number)).mkdir()
-        tree = made_tree(tmp_path / str(number), monkeypatch)
+def test_limits_of_control_groups_hold(tree: Tree) -> None:
+    for name, (lines, groups, expected) in GROUPS.items():
+        shutil.rmtree(tree.groups, ignore_errors=True)
         if lines is not None:
             (tree.proc / "cgroup").write_text("".join(line + "\n" for line in lines))
-        for path, limit, used in groups:
-            tree.add(path, limit * MB if isinstance(limit, int) and limit != UNLIMITED_V1 else limit, used * MB)
+        for path, limit, *used in groups:
+            in_bytes = limit if limit in ("max", UNLIMITED_V1) else limit * MB
+            tree.add(path, in_bytes, *(nbytes * MB for nbytes in used))
         assert (total_memory(), available_memory()) == (expected[0] * MB, expected[1] * MB), name
-
-
-@pytest.mark.parametrize(("line", "path"), [("0::/a", "a"), ("5:memory:/a", "memory/a")])
-def test_shared_memory_of_a_group_is_in_use(tree: Tree, line: str, path: str) -> None:
-    """It is counted as cache, but without swap the kernel would rather kill than take it back."""
-    (tree.proc / "cgroup").write_text(f"{line}\n")
-    tree.add(path, 1000 * MB, 300 * MB, 200 * MB)
-    assert (total_memory(), available_memory()) == (1000 * MB, 500 * MB)
 
 
 @linux

@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -47,11 +45,11 @@ from mlx_flash.ranks import (
     runs,
     share_layers,
 )
-from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.streaming.lockstep import Lockstep, Results
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from shared_passes import MODELS as ROW_MODELS
 from streamed import config
+from waiting import eventually
 from zoo import configuration
 from zoo.pool import Case, outcome_on_ranks
 
@@ -126,20 +124,13 @@ def test_a_rank_that_is_lost_or_computes_something_else_is_an_error(root: Path, 
     assert found[0]["error"] == "PeerError" and words in found[0]["text"], done
 
 
-def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGKILL, "connection to a peer was lost"), (signal.SIGSTOP, "had no answer in 2 s")]
 )
 def test_a_lost_rank_ends_the_others(root: Path, tmp_path: Path, number: signal.Signals, words: str) -> None:
     with started(3, tmp_path, RANKS_PROGRAM, "models", root, "llama", "endless") as ranks:
         for rank in ranks:
-            wait_for(lambda rank=rank: "ready" in rank.out.read_text() or not rank.process.is_alive(), 120)
+            eventually(lambda rank=rank: "ready" in rank.out.read_text() or not rank.process.is_alive(), 120)
         assert ranks[1].process.pid is not None and ranks[1].process.is_alive(), ranks[1].errors.read_text()
         os.kill(ranks[1].process.pid, number)
         others = ranks[0], ranks[2]
@@ -238,20 +229,13 @@ def test_ranks_with_the_files_of_their_layers_compute_the_logits_of_one_machine(
         assert len(each["rows"]) == len(own) and all(each["rows"])  # memory for keys and values of its own layers only
 
 
-def test_a_file_that_every_rank_needs_is_named() -> None:
+def test_files_decide_which_ranks_may_have_a_layer() -> None:
     folder = RankFolder(Path(), [set(), {"b"}], 0)
     assert folder.able_ranks(NeededFiles([{"a"}, {"a", "b"}], {"a"})) == [[0, 1], [0]]
     with pytest.raises(CheckpointError, match=r"rank 1 lacks b, .* every rank computes"):
         folder.able_ranks(NeededFiles([{"a"}], {"b"}))
-
-
-def test_a_layer_that_no_rank_has_all_files_of_is_an_error() -> None:
-    folder = RankFolder(Path(), [{"a"}, {"b"}], 0)
     with pytest.raises(CheckpointError, match="no rank has all files of layer 1: a, b"):
-        folder.able_ranks(NeededFiles([{"a"}, {"a", "b"}], set()))
-
-
-def test_layers_follow_files_and_are_shared_evenly() -> None:
+        RankFolder(Path(), [{"a"}, {"b"}], 0).able_ranks(NeededFiles([{"a"}, {"a", "b"}], set()))
     assert follow_files([0, 1, 0, 1], [1] * 4, [[0, 1]] * 4) == [0, 1, 0, 1]
     assert follow_files([0, 0, 0, 0], [1] * 4, [[1], [1], [0, 1], [1, 2]]) == [1, 1, 0, 2]
 
@@ -274,18 +258,14 @@ def test_keys_and_values_of_other_ranks_take_no_memory(tmp_path: Path) -> None:
     cache = [KVCache() for _ in range(5)]
     for entry in cache:
         entry.update_and_fetch(*[mx.zeros((1, 4, 256, 32))] * 2)
-    lane = Lane(parse_call((mx.array([[1]]),), {"cache": cache}))
-    whole = check_need(plan, lane)
-    for entry in cache[1:]:
-        vars(entry)["_flash_is_elsewhere"] = True
-    assert check_need(plan, lane) == whole - 4 * 2 * 256 * 4 * 32 * 4
-
-
-def check_need(plan: ResidencyPlan, lane: Lane) -> int:
-    """Return the bytes that a call takes the process to, as its refusal says."""
-    with pytest.raises(BudgetError) as refusal:
-        check_least(replace(plan, budget_bytes=0), lane)
-    return refusal.value.minimum_bytes
+    lane, needed = Lane(parse_call((mx.array([[1]]),), {"cache": cache})), list[int]()
+    for some in ([], cache[1:]):
+        for entry in some:
+            vars(entry)["_flash_is_elsewhere"] = True
+        with pytest.raises(BudgetError) as refusal:
+            check_least(replace(plan, budget_bytes=0), lane)
+        needed.append(refusal.value.minimum_bytes)
+    assert needed[0] - needed[1] == 4 * 2 * 256 * 4 * 32 * 4
 
 
 def test_plan_prints_the_layers_of_each_rank_and_the_files_to_copy(

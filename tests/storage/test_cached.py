@@ -28,19 +28,11 @@ FILE = Path("model.safetensors")
 NUM_BLOCKS = 1000
 
 
-class Room:
-    """A machine whose free memory is set by a test."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0.0
-
-    def share(self, nbytes: float) -> CachedShare:
-        return CachedShare(int(nbytes), lambda: int(self.nbytes))
-
-    def change(self, cached: CachedShare, nbytes: float) -> float:
-        self.nbytes = nbytes
-        cached.refresh()
-        return cached.share
+def changed(cached: CachedShare, nbytes: float) -> float:
+    """Return the share on a machine with so much free memory."""
+    cached.room = lambda: int(nbytes)
+    cached.refresh()
+    return cached.share
 
 
 def held(cached: CachedShare) -> set[int]:
@@ -49,20 +41,17 @@ def held(cached: CachedShare) -> set[int]:
 
 @given(st.floats(0, 2), st.floats(0, 2))
 def test_blocks_fit_the_room_and_a_smaller_share_is_part_of_a_larger_one(first: float, second: float) -> None:
-    room = Room()
-    cached = room.share(1e9)
-    found = {}
+    cached, found = CachedShare(10**9, int), {}
     for share in sorted((first, second), reverse=True):
-        found[share] = held(cached) if room.change(cached, share * 1e9) else set()
+        found[share] = held(cached) if changed(cached, share * 1e9) else set()
         assert cached.share <= min(share, 1) and len(found[share]) <= cached.share * NUM_BLOCKS + 3
     assert found[min(found)] <= found[max(found)]
 
 
 @given(st.integers(1, 15))
 def test_blocks_are_spread_over_the_file(sixteenths: int) -> None:
-    room = Room()
-    cached = room.share(1e9)
-    room.change(cached, sixteenths / 16 * 1e9)
+    cached = CachedShare(10**9, int)
+    changed(cached, sixteenths / 16 * 1e9)
     blocks = held(cached)
     for start in range(0, NUM_BLOCKS, 100):
         number = sum(start <= block < start + 100 for block in blocks)
@@ -70,24 +59,22 @@ def test_blocks_are_spread_over_the_file(sixteenths: int) -> None:
 
 
 def test_share_falls_at_once_and_rises_in_steps() -> None:
-    room = Room()
-    cached = room.share(1600)
-    assert room.change(cached, 800) == 0.5
-    assert room.change(cached, 890) == 0.5
-    assert room.change(cached, 901) == 0.5625
-    assert room.change(cached, 899) == 899 / 1600
-    assert room.change(cached, 1e9) == 1
-    assert room.change(cached, -5) == 0 and not held(cached)
+    cached = CachedShare(1600, int)
+    assert changed(cached, 800) == 0.5
+    assert changed(cached, 890) == 0.5
+    assert changed(cached, 901) == 0.5625
+    assert changed(cached, 899) == 899 / 1600
+    assert changed(cached, 1e9) == 1
+    assert changed(cached, -5) == 0 and not held(cached)
 
 
 def test_the_machine_is_looked_at_again_only_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, clock = Room(), [100.0]
-    room.nbytes = 1e9
+    room, clock = [10**9], [100.0]
     load = Load(packed(write_file(tmp_path / "file", DIRECT_ALIGNMENT), 0, [DIRECT_ALIGNMENT]))
     monkeypatch.setattr("mlx_flash.storage.prefetcher.time.monotonic", lambda: clock[0])
-    with closing(BackgroundPrefetcher([tmp_path / "file"], room=lambda: int(room.nbytes))) as reader:
+    with closing(BackgroundPrefetcher([tmp_path / "file"], room=lambda: room[0])) as reader:
         load.check(reader)
-        room.nbytes = 0
+        room[0] = 0
         load.check(reader)
         assert reader.cached.share == 1
         clock[0] += REFRESH_SECONDS
@@ -96,13 +83,12 @@ def test_the_machine_is_looked_at_again_only_after_a_while(tmp_path: Path, monke
 
 
 def test_pinned_weights_leave_free_memory_to_streamed_ones() -> None:
-    room = Room()
-    cached = room.share(1600)
+    cached = CachedShare(1600, int)
     cached.leave_out(800)
-    assert room.change(cached, 400) == 0.5
+    assert changed(cached, 400) == 0.5
     assert cached.file_bytes == 400
     cached.leave_out(800)
-    assert room.change(cached, 400) == 1
+    assert changed(cached, 400) == 1
     assert cached.file_bytes <= 1, "nothing is read"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -35,11 +34,6 @@ def small_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return write_file(tmp_path / "small", 2 * SAMPLE - 1)
-
-
-@pytest.fixture
 def big(tmp_path: Path) -> Path:
     return write_file(tmp_path / "big", 2 * SAMPLE + 4097)
 
@@ -62,21 +56,8 @@ def disks() -> Path:
 
 
 def entry(**changes: object) -> dict[str, object]:
-    return {
-        "bytes_per_second": 5e8,
-        "read_size": 1 << 20,
-        "queue_depth": 4,
-        "direct": True,
-        "time": time.time() - 100,
-        **changes,
-    }
-
-
-def remember(path: Path, text: Callable[[str], str]) -> None:
-    """Writes ``disks.json`` as a function makes it of the file's key."""
-    disk_profile(path, True)
-    (key,) = json.loads(disks().read_text())
-    disks().write_text(text(key))
+    known = {"bytes_per_second": 5e8, "read_size": 1 << 20, "queue_depth": 4, "direct": True}
+    return {**known, "time": time.time() - 100, **changes}
 
 
 # --- looking ---------------------------------------------------------------------------
@@ -164,20 +145,18 @@ def test_error_reaches_the_caller(big: Path, monkeypatch: pytest.MonkeyPatch, er
 # --- remembering -----------------------------------------------------------------------
 
 
-def test_stored_profile_is_used(big: Path, probed: list[bool], tmp_path: Path) -> None:
+def test_stored_profile_is_used_and_that_of_a_small_file_is_not_stored(
+    big: Path, probed: list[bool], tmp_path: Path
+) -> None:
+    small = write_file(tmp_path / "small", 2 * SAMPLE - 1)
+    assert disk_profile(small, True) == disk_profile(small, True) == FAKE
+    assert probed == [True, True] and not cache_directory().exists()
     for direct in (True, False, True, False):
         assert disk_profile(big, direct) == FAKE
-    assert disk_profile(write_file(tmp_path / "tiny", 10), True) == FAKE  # of the same disk
-    assert probed == [True, False]
+    assert disk_profile(small, True) == FAKE  # of the same disk
+    assert probed == [True, True, True, False]
     assert len(json.loads(disks().read_text())) == 2
     assert [path.name for path in cache_directory().iterdir()] == ["disks.json"]
-
-
-def test_profile_of_a_small_file_is_not_stored(small: Path, probed: list[bool]) -> None:
-    disk_profile(small, True)
-    disk_profile(small, True)
-    assert probed == [True, True]
-    assert not cache_directory().exists()
 
 
 LOAD_AT_LEAST = """
@@ -209,9 +188,10 @@ def test_doubted_profile_is_measured_once_more(big: Path, probed: list[bool]) ->
 )
 def test_old_profile_is_measured_again(big: Path, probed: list[bool], age: float, is_used: bool) -> None:
     """And that of a clock that was wrong. Others, and entries of a later version, are kept."""
-    remember(
-        big, lambda key: json.dumps({"elsewhere:1:direct": entry(), key: entry(time=time.time() - age, latency=3)})
-    )
+    disk_profile(big, True)
+    (key,) = json.loads(disks().read_text())
+    entries = {"elsewhere:1:direct": entry(), key: entry(time=time.time() - age, latency=3)}
+    disks().write_text(json.dumps(entries))
     probed.clear()
     assert disk_profile(big, True).bytes_per_second == (5e8 if is_used else FAKE.bytes_per_second)
     assert probed == ([] if is_used else [True])

@@ -79,12 +79,18 @@ def reads(hook: Hook) -> Iterator[None]:
         yield
 
 
-def slowly(seconds: float) -> contextlib.AbstractContextManager[None]:
+def counted(lengths: list[int]) -> contextlib.AbstractContextManager[None]:
+    """Note how many bytes each read brings."""
+
     def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        time.sleep(seconds)
-        return read()
+        lengths.append(read())
+        return lengths[-1]
 
     return reads(hook)
+
+
+def slowly(seconds: float) -> contextlib.AbstractContextManager[None]:
+    return reads(lambda read, buffer, offset: (time.sleep(seconds), read())[1])
 
 
 def returning(count: Callable[[int], int]) -> contextlib.AbstractContextManager[None]:
@@ -213,14 +219,8 @@ def test_loading_reads_through_the_page_cache_only_what_it_holds(direct_shard: P
 def test_buffered_reads_bring_what_is_wanted_alone(shard: Path, start: int, mode: str) -> None:
     write_file(shard, 100 * PAGE)
     load = apart(shard, [PAGE + 7, 300, 3 * PAGE + 1], start)
-    found: list[int] = []
-
-    def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        found.append(read())
-        return found[-1]
-
-    reader = open_reader(shard, mode, 16 * PAGE, 1)
-    with reads(hook):
+    found, reader = list[int](), open_reader(shard, mode, 16 * PAGE, 1)
+    with counted(found):
         load.check(reader, mode)
     assert sum(found) == reader.stats.nbytes == 4 * PAGE + 308
 
@@ -302,12 +302,7 @@ def test_of_a_table_only_the_rows_are_read(shard: Path, mode: str) -> None:
     pieces = [Piece("table", row * 1000, 1000, i * 1000) for i, row in enumerate((3, 4, 600, 1200))]
     span = Segment(shard, pieces[0].offset, pieces[-1].end - pieces[0].offset, None, tuple(pieces))
     reader, buffer, lengths = open_reader(shard, mode), memoryview(bytearray(4000)), list[int]()
-
-    def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        lengths.append(read())
-        return lengths[-1]
-
-    with reads(hook):
+    with counted(lengths):
         reader.submit([span], buffer, caching="kept").wait()
     assert sum(lengths) == reader.stats.nbytes == 4000
     contents = shard.read_bytes()
@@ -426,17 +421,16 @@ def test_direct_reads_of_less_than_a_page_are_retried(direct_shard: Path) -> Non
 def test_transient_io_error(shard: Path, mode: str, times: int) -> None:
     load = small_load(shard)
     reader = open_reader(shard, mode, queue_depth=1)
-    left = iter(range(times))
+    errors = iter([OSError(errno.EIO, "not now")] * times)
 
     def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        if next(left, None) is not None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        for error in errors:
+            raise error
         return read()
 
     with reads(hook):
         load.check(reader, mode)
-    assert reader.stats.num_retries == times
-    assert reader.stats.nbytes == load.nbytes
+    assert (reader.stats.num_retries, reader.stats.nbytes) == (times, load.nbytes)
 
 
 @pytest.mark.parametrize("start", [IN_PLACE, BOUNCED])
@@ -478,39 +472,37 @@ def test_read_of_zero_bytes_is_a_truncation(shard: Path, start: int, mode: str) 
     load.check(reader, mode)
 
 
-def test_failed_wait_leaves_no_read_in_flight(shard: Path) -> None:
-    load = small_load(shard, count=8)
+# --- interrupts, cancelling, closing ---------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "close urgent", "fail"])
+def test_no_read_is_in_flight_in_the_end(shard: Path, end: str) -> None:
+    load, before = small_load(shard, count=90), descriptors()  # which take three seconds
     reader = open_reader(shard, queue_depth=3)
 
     def hook(read: Callable[[], int], buffer: memoryview, offset: int) -> int:
-        if offset == IN_PLACE:
+        if offset == IN_PLACE and end == "fail":
             raise OSError(errno.ENXIO, "gone")
         time.sleep(0.1)
         return read()
 
     with reads(hook):
-        with pytest.raises(ReadError, match="gone"):
-            load.submit(reader).wait()
+        ticket, began = load.submit(reader, urgent="urgent" in end), time.perf_counter()
+        if end == "fail":
+            with pytest.raises(ReadError, match="gone"):
+                ticket.wait()
+        else:
+            time.sleep(0.05)
+            (ticket.cancel if end == "cancel" else reader.close)()
+        assert time.perf_counter() - began < 1 and ticket.done() and reader.stats.num_reads < 90
         check_quiet(load)
-
-
-# --- interrupts, cancelling, closing ---------------------------------------------------
-
-
-def test_cancel_waits_for_writers(shard: Path) -> None:
-    load = small_load(shard, count=90)  # which take three seconds
-    reader = open_reader(shard, queue_depth=3)
-    with slowly(0.1):
-        ticket = load.submit(reader)
-        time.sleep(0.05)
-        began = time.perf_counter()
+    if "close" in end:
+        with pytest.raises(ClosedError):
+            ticket.wait()
+        assert not reader_threads() and descriptors() == before
+    else:
         ticket.cancel()
-        assert time.perf_counter() - began < 1
-        check_quiet(load)
-    assert reader.stats.num_reads < 90
-    assert ticket.done()
-    ticket.cancel()
-    load.check(reader)
+        load.check(reader)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -547,38 +539,16 @@ def test_threads_end_with_their_reader(shard: Path) -> None:
             file.close()
 
 
-@pytest.mark.parametrize("urgent", [False, True])
-def test_close_with_reads_in_flight(shard: Path, urgent: bool) -> None:
-    load = small_load(shard, count=12)
-    before = descriptors()
-    reader = open_reader(shard, queue_depth=2)
-    with slowly(0.1):
-        ticket = load.submit(reader, urgent=urgent)
-        reader.close()
-        assert not reader_threads()
-        check_quiet(load)
-    with pytest.raises(ClosedError):
-        ticket.wait()
-    assert descriptors() == before
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda path: path, CheckpointNotFoundError, r"other"),
-        (lambda path: path.parent, CheckpointError, r"Is a directory"),
-    ],
-    ids=["missing", "folder"],
-)
-def test_file_that_cannot_be_opened(
-    shard: Path, make: Callable[[Path], Path], error: type[Exception], words: str
-) -> None:
+def test_file_that_cannot_be_opened(shard: Path) -> None:
     write_file(shard, 10)
     before = descriptors()
-    with pytest.raises(error, match=words):
-        BackgroundPrefetcher([shard, make(shard.with_name("other"))])
-    assert descriptors() == before
-    assert not reader_threads()
+    for path, error, words in (
+        (shard.with_name("other"), CheckpointNotFoundError, "other"),
+        (shard.parent, CheckpointError, "Is a directory"),
+    ):
+        with pytest.raises(error, match=words):
+            BackgroundPrefetcher([shard, path])
+        assert descriptors() == before and not reader_threads()
 
 
 @pytest.mark.parametrize("function", ["fstat", "preadv", "posix_fadvise"])

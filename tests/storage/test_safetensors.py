@@ -174,11 +174,13 @@ def test_rows_are_numpy_rows(scratch: Path, data: st.DataObject) -> None:
 # --- files that are refused ------------------------------------------------------------
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    _expect(CheckpointNotFoundError, tmp_path / "gone.safetensors", "no such file", "Hint")
-    _write(tmp_path / "x.safetensors", {})
-    _expect(CheckpointNotFoundError, tmp_path / "x.safetensors" / "y.safetensors", "no such file")
+def test_missing_files_and_folders(tmp_path: Path) -> None:
     assert issubclass(CheckpointNotFoundError, FileNotFoundError)
+    file = _write(tmp_path / "x.safetensors", {})
+    for path in (tmp_path / "gone", file / "y.safetensors"):
+        _expect(CheckpointNotFoundError, path, "no such file", "Hint")
+    for path in (tmp_path / "gone", file):
+        _expect(CheckpointNotFoundError, path, "no such folder", "Hint", read=read_checkpoint)
     (tmp_path / "folder.safetensors").mkdir()
     _expect(CheckpointError, tmp_path / "folder.safetensors", "Is a directory")
 
@@ -251,29 +253,15 @@ def test_wrong_headers_and_entries_are_refused_by_name(tmp_path: Path) -> None:
         _expect(HeaderError, _write(path, {"layer.weight": entry}, bytes(8)), "'layer.weight'", *parts)
 
 
-def test_truncated_data(tmp_path: Path) -> None:
+def test_truncated_data_and_overlapping_tensors(tmp_path: Path) -> None:
     header = {"whole": _entry(offsets=[0, 4]), "cut": _entry(offsets=[4, 8])}
     path = _write(tmp_path / "x.safetensors", header, bytes(7))
     size = path.stat().st_size
     words = f"needs {size + 1} bytes of file, found {size}: the file is truncated"
     _expect(HeaderError, path, "'cut'", words, "download it again")
-
-
-@pytest.mark.parametrize("other", [[3, 7], [0, 4], [1, 5]])
-def test_overlapping_tensors(tmp_path: Path, other: list[int]) -> None:
-    header = {"first": _entry(), "second": _entry(offsets=other), "empty": _entry(shape=[0], offsets=[3, 3])}
-    path = _write(tmp_path / "x.safetensors", header, bytes(8))
-    _expect(HeaderError, path, "'first'", "'second'", "inside")
-
-
-def _check_read(path: Path) -> None:
-    """Check that a file is read consistently, or refused."""
-    try:
-        shard = read_shard(path)
-    except CheckpointError as error:
-        assert path.name in str(error)
-    else:
-        _assert_consistent(shard)
+    for other in ([3, 7], [0, 4], [1, 5]):
+        header = {"first": _entry(), "second": _entry(offsets=other), "empty": _entry(shape=[0], offsets=[3, 3])}
+        _expect(HeaderError, _write(path, header, bytes(8)), "'first'", "'second'", "inside")
 
 
 @settings(max_examples=300, deadline=None)
@@ -285,7 +273,12 @@ def test_damaged_file_is_read_consistently_or_refused(scratch: Path, data: st.Da
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
-    _check_read(path)
+    try:
+        shard = read_shard(path)
+    except CheckpointError as error:
+        assert path.name in str(error)
+    else:
+        _assert_consistent(shard)
 
 
 # --- folders ---------------------------------------------------------------------------
@@ -333,12 +326,6 @@ def test_later_shard_wins_as_in_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monke
     model, _ = mlx_lm.utils.load_model(tmp_path, get_model_classes=lambda config: (_Model, _Args))
     assert list(_bytes_of(checkpoint.tensors["w"])) == model.w.tolist() == [1 if reverse else 2] * 3
     assert checkpoint.nbytes == 3
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    _expect(CheckpointNotFoundError, tmp_path / "gone", "no such folder", "Hint", read=read_checkpoint)
-    file = _write(tmp_path / "model.safetensors", {})
-    _expect(CheckpointNotFoundError, file, "no such folder", read=read_checkpoint)
 
 
 def test_folder_without_shards(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 from PIL import Image
 
-from vlm_zoo import IMAGE, configuration, picture_of, write_model
+from vlm_zoo import IMAGE, configuration, write_model
 from vocabularies import write_tokenizer
 
 SPECIAL = ("<|vision_start|>", "<|video_pad|>", "<|image_pad|>", "<|vision_end|>", "<|im_end|>")
@@ -33,12 +31,6 @@ def save(directory: Path, name: str, num_layers: int = 3) -> Path:
         if "num_hidden_layers" in part:
             part["num_hidden_layers"] = num_layers
     return write_model(directory, config, spread=0.05)
-
-
-def inputs(name: str, has_picture: bool) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
-    """Return tokens, the numbers of a picture, and further arguments of ``get_input_embeddings``."""
-    tokens, pixels, extra = picture_of(name) if has_picture else (mx.array([[1, 2, 3, 4, 5, 6, 7]]), None, {})
-    return tokens, pixels, {"mask": mx.ones(tokens.shape, mx.int32), **extra}
 
 
 def write_processor(directory: Path, min_pixels: int = 28 * 28, max_pixels: int = 4 * 112 * 112) -> Path:

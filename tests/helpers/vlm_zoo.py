@@ -486,7 +486,7 @@ def outputs(model: Any, tokens: mx.array, pixels: Any, extra: dict[str, Any]) ->
     for name in ("_position_ids", "_rope_deltas"):
         if hasattr(language, name):
             setattr(language, name, None)
-    given = model.get_input_embeddings(tokens, pixels, mask=mx.ones(tokens.shape, mx.int32), **extra)
+    given = model.get_input_embeddings(tokens, pixels, **{"mask": mx.ones(tokens.shape, mx.int32), **extra})
     rest = {key: value for key, value in given.to_dict().items() if value is not None}
     cache = make_prompt_cache(language)
     found = [language(tokens, cache=cache, **rest).logits]

@@ -24,16 +24,12 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "llama-3.2-1b": (_LLAMA | _TIED, (2048, 8192, 16, 32)),
-    "llama-3.2-3b": (_LLAMA | _TIED | {"head_dim": 128}, (3072, 8192, 28, 24)),
-    "llama-3.1-8b": (_LLAMA, (4096, 14_336, 32, 32)),
     "llama-3.3-70b": (_LLAMA, (8192, 28_672, 80, 64)),
     "mistral-7b": (_LLAMA | {"vocab_size": 32_768}, (4096, 14_336, 32, 32)),
     "qwen3-8b": (_QWEN, (4096, 12_288, 36, 32)),
-    "qwen3-32b": (_QWEN, (5120, 25_600, 64, 64)),
     "qwen3-30b-a3b": (_MIXTURE | {"moe_intermediate_size": 768}, (2048, 6144, 48, 32)),
-    "qwen3-235b-a22b": (_MIXTURE | {"moe_intermediate_size": 1536}, (4096, 12_288, 94, 64)),
 }
-"""Configurations of rows whose models all have 4 bits, and their shapes."""
+"""Configurations of some rows whose models all have 4 bits, and their shapes."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -182,14 +182,14 @@ def test_any_tensors_in_any_mode(two_files: list[Path], data: st.DataObject) -> 
         reader.close()
 
 
-def test_direct_reads_are_direct(direct_shard: Path) -> None:
-    """None of the file's pages come to the page cache by a direct read."""
+def test_only_reads_that_are_kept_leave_pages_in_the_cache(direct_shard: Path) -> None:
     load = small_load(direct_shard, nbytes=100 * PAGE)
-    uncache(direct_shard)
-    reader = open_reader(direct_shard)
-    load.check(reader)
-    assert reader.is_direct
-    assert num_cached_pages(direct_shard) < 100  # those of the samples
+    for mode in ("buffered", "direct"):
+        uncache(direct_shard)
+        reader = open_reader(direct_shard, mode, read_size=1 << 20)
+        load.check(reader, mode)
+        assert reader.is_direct == (mode == "direct")
+        assert num_cached_pages(direct_shard) < 10
     load.check(reader, "kept")
     assert num_cached_pages(direct_shard) >= 300
 
@@ -233,15 +233,6 @@ def test_a_hole_as_long_as_a_read(shard: Path, mode: str) -> None:
     assert len(load.placement.segments) == 1
     load.check(reader, mode)
     assert reader.stats.nbytes == 4 * PAGE
-
-
-def test_buffered_reads_leave_no_pages_behind(direct_shard: Path) -> None:
-    load = small_load(direct_shard, nbytes=100 * PAGE)
-    uncache(direct_shard)
-    reader = open_reader(direct_shard, "buffered", read_size=1 << 20)
-    load.check(reader, "buffered")
-    assert not reader.is_direct
-    assert num_cached_pages(direct_shard) < 10
 
 
 def uncache(path: Path) -> None:

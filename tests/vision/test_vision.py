@@ -18,24 +18,23 @@ from mlx_vlm import utils  # noqa: E402
 from mlx_vlm.generate import generate_step  # noqa: E402
 from mlx_vlm.models.cache import make_prompt_cache  # noqa: E402
 
+import vlm_zoo  # noqa: E402
 from mlx_flash.vision.flashvlm import FlashVLM, load_vlm_model  # noqa: E402
 from mlx_flash.vision.towers import TowerRehearsal  # noqa: E402
-from tiny_vlms import inputs, save  # noqa: E402
-from vlm_zoo import MODELS  # noqa: E402
+from tiny_vlms import save  # noqa: E402
 
 CONFIG = FlashConfig(ram_budget_gb="min", telemetry=False, poison_released_slots=True)
 
 
+def inputs(name: str, has_picture: bool = True) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
+    """Return tokens, the numbers of a picture, and further arguments of ``get_input_embeddings``."""
+    tokens, pixels, extra = vlm_zoo.picture_of(name) if has_picture else (mx.array([[1, 2, 3, 4, 5, 6, 7]]), None, {})
+    return tokens, pixels, {"mask": mx.ones(tokens.shape, mx.int32), **extra}
+
+
 def outputs(model: Any, name: str, has_picture: bool) -> list[mx.array]:
-    """Logits of a prompt in two calls, and of two more tokens."""
-    tokens, pixels, extra = inputs(name, has_picture)
-    given = model.get_input_embeddings(tokens, pixels, **extra)
-    rest = {key: value for key, value in given.to_dict().items() if value is not None}
-    cache = make_prompt_cache(model.language_model)
-    found = [model.language_model(tokens, cache=cache, **rest).logits]
-    found += [model.language_model(mx.array([[token]]), cache=cache).logits for token in (3, 4)]
-    mx.eval(found)
-    return found
+    """Logits of a prompt, and of two more tokens."""
+    return vlm_zoo.outputs(model, *inputs(name, has_picture))
 
 
 def generated(model: Any, given: Any, step: int, num_tokens: int = 6) -> list[mx.array]:
@@ -61,7 +60,7 @@ def test_memory_of_results_counts_while_something_keeps_them() -> None:
     assert rehearsal.retained_bytes == kept[0].nbytes + kept[1].nbytes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", vlm_zoo.MODELS)
 def test_outputs_equal_and_towers_leave_memory(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path, name)
     stock = utils.load_model(folder)
@@ -75,7 +74,7 @@ def test_outputs_equal_and_towers_leave_memory(name: str, tmp_path: Path) -> Non
         assert model.plan.streaming.num_units and model.layout.towers
         towers = [parameter for unit in model.layout.towers for parameter in unit.large]
         assert all(parameter.container[parameter.key] is parameter.array for parameter in towers)
-        tokens, pixels, extra = inputs(name, True)
+        tokens, pixels, extra = inputs(name)
         whole = model(tokens, pixels, cache=make_prompt_cache(model.language_model), **extra).logits
         assert mx.array_equal(
             whole, stock(tokens, pixels, cache=make_prompt_cache(stock.language_model), **extra).logits
@@ -87,7 +86,7 @@ def test_the_patch_streams_what_mlx_vlm_loads_and_is_undone(tmp_path: Path) -> N
     folder = save(tmp_path, "qwen2_vl")
     original = utils.load_model
     stock = utils.load_model(folder)
-    given = inputs("qwen2_vl", True)
+    given = inputs("qwen2_vl")
     with apply_flash_patch(CONFIG):
         model = utils.load_model(folder)
         assert type(model) is FlashVLM
@@ -126,7 +125,7 @@ def test_mlx_vlm_is_imported_by_others_only() -> None:
 def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3_vl_moe")
     stock = utils.load_model(folder)
-    given = inputs("qwen3_vl_moe", True)
+    given = inputs("qwen3_vl_moe")
     with load_vlm_model(folder, CONFIG) as model:
         for step in (1, 3, 2048):  # mlx-vlm computes 2 to 8 tokens as it computes them one after another
             assert same(generated(model, given, step), generated(stock, given, step))
@@ -141,7 +140,7 @@ def test_keys_and_values_may_be_on_disk(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("mlx_flash.kv.kvledger.KVOptions.under_way_bytes", lambda *_: 4096)
     folder = save(tmp_path / "model", name, num_layers=6)
     stock = utils.load_model(folder)
-    tokens, pixels, extra = inputs(name, True)
+    tokens, pixels, extra = inputs(name)
     tokens = mx.concatenate([tokens, mx.array([[5 + i % 200 for i in range(600)]])], axis=1)
     extra["mask"] = mx.ones(tokens.shape, mx.int32)
     (tmp_path / "kv").mkdir()

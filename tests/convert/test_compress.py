@@ -50,6 +50,20 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, folder / "packed"
 
 
+def coded_names(directory: Path) -> set[str]:
+    """Return the names of the tensors that are compressed."""
+    return {r.name for shard in read_checkpoint(directory).shards if shard.blocks for r in shard.tensors}
+
+
+def double(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have mlx-lm compute with some tensors while it loads a Llama."""
+
+    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {**weights, **{name: weights[name] * 2 for name in names}}
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_and_fewer_bytes(tmp_path: Path, name: str) -> None:
     config, dtype, bits = MODELS[name]
@@ -60,17 +74,14 @@ def test_same_bits_and_fewer_bytes(tmp_path: Path, name: str) -> None:
     before = open_things()
     with load_model(tmp_path / "packed", SMALLEST)[0] as model:
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
-        assert model.engine is not None
-        assert model.engine.reader.stats.nbytes > 0
-        assert model.plan.compression is not None
-        assert model.plan.compression.ratio == report.ratio
-        plan = model.plan
+        plan, compression = model.plan, model.plan.compression
+        assert model.engine is not None and model.engine.reader.stats.nbytes > 0
+        assert compression is not None and compression.ratio == report.ratio
         assert plan.bounce_bytes >= plan.queue_depth * decoding_bytes(plan.read_size)
     del model
     gc.collect()  # what a pool of experts has replaced is in a cycle, and holds the arrays that were never read
     num_open, threads = open_in_the_end(before)
-    assert num_open <= before[0]
-    assert threads == before[1]
+    assert num_open <= before[0] and threads == before[1]
     with load_model(tmp_path / "packed", FlashConfig(ram_budget_gb=3))[0] as model:  # everything in memory
         assert same_bits(run(model, PREFILL_AND_DECODE), expected)
     pack(tmp_path / "packed", tmp_path / "plain")
@@ -82,8 +93,7 @@ def test_routers_of_compressed_mixtures_stay_in_memory(tmp_path: Path) -> None:
     config, dtype, bits = MODELS["mixture-fp32"]
     source = save(tmp_path / "source", config, dtype, bits=bits)
     compressed(source, tmp_path / "packed")
-    names = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
-    assert any(name.endswith("mlp.gate.weight") for name in names)
+    assert any(name.endswith("mlp.gate.weight") for name in coded_names(tmp_path / "packed"))
     settings = replace(SMALLEST, expert_pool_gb=0.003, queue_depth=1, read_size_mb=0.5)  # or buffers outweigh experts
     with load_model(tmp_path / "packed", settings)[0] as model:
         assert model.plan.pool is not None
@@ -91,10 +101,8 @@ def test_routers_of_compressed_mixtures_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_only_what_every_pass_reads_is_compressed(dense: tuple[Path, Path]) -> None:
-    checkpoint = read_checkpoint(dense[1])
-    names = {record.name for shard in checkpoint.shards if shard.blocks for record in shard.tensors}
-    assert "lm_head.weight" in names
-    assert "model.embed_tokens.weight" not in names
+    names = coded_names(dense[1])
+    assert "lm_head.weight" in names and "model.embed_tokens.weight" not in names
     assert not any("norm" in name for name in names)
 
 
@@ -120,12 +128,7 @@ def test_tensors_that_mlx_lm_computes_with_are_refused(
     dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another release of mlx-lm may compute what this one took as it is."""
-
-    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        name = "model.layers.1.mlp.up_proj.weight"
-        return {**weights, name: weights[name] * 2}
-
-    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+    double(monkeypatch, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.* is compressed"):
         load_model(dense[1], SMALLEST)
 
@@ -142,16 +145,10 @@ def test_a_model_needs_the_library(dense: tuple[Path, Path], monkeypatch: pytest
 def test_what_mlx_lm_computes_is_not_compressed(dense: tuple[Path, Path], tmp_path: Path, monkeypatch: Any) -> None:
     """It is computed from an uncompressed file, and streamed from the copy in the cache folder."""
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(5)]
-
-    def sanitize(self: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        return {**weights, **{name: weights[name] * 2 for name in names}}
-
-    monkeypatch.setattr("mlx_lm.models.llama.Model.sanitize", sanitize)
+    double(monkeypatch, *names)
     monkeypatch.setattr("mlx_flash.convert.derived.LEAST_BYTES", 1)
     compressed(dense[0], tmp_path / "packed")
-    coded = {r.name for shard in read_checkpoint(tmp_path / "packed").shards if shard.blocks for r in shard.tensors}
-    assert coded
-    assert not coded & {*names}
+    assert (coded := coded_names(tmp_path / "packed")) and not coded & {*names}
     with load_model(tmp_path / "packed", SMALLEST)[0] as model:
         assert same_bits(run(model, PREFILL_AND_DECODE), run(stock(dense[0]), PREFILL_AND_DECODE))
 

@@ -71,8 +71,8 @@ def test_experts_stream_through_pools_of_every_size() -> None:
 def test_an_expert_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the passes that read experts one by one can see it."""
 
-    def another(self: ExpertPool, key: tuple[int, int], slot: int) -> Any:
-        return prepare(self, (key[0], (key[1] + 1) % len(self.layers[key[0]].placements)), slot)
+    def another(self: ExpertPool, key: tuple[int, int]) -> Any:
+        return prepare(self, (key[0], (key[1] + 1) % len(self.layers[key[0]].placements)))
 
     prepare = ExpertPool._prepare
     monkeypatch.setattr(ExpertPool, "_prepare", another)

@@ -142,7 +142,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "qwen3:tied": {"rope_scaling": YARN_ROPE, **TIED},
     "seed_oss": {"attention_bias": True},
     "spark2_5": {"rope_parameters": ROPE_BY_KIND, **TIED},
-    "stablelm": {"use_qkv_bias": True, "use_parallel_residual": True},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "use_parallel_residual": True},
     "telechat3": {"rope_scaling": YARN_ROPE},
     "youtu_llm": {**LATENT, **TIED},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from children import ROOT
 from mlx_flash.files import HeldLock, PrivateFolder
-from mlx_flash.forks import finalize, wait_for_finalizers
+from mlx_flash.forks import finalize, joined_to_the_end, wait_for_finalizers
 
 
 class Owner:
@@ -104,3 +105,15 @@ def test_what_is_left_at_the_end_of_a_process_runs_in_it(rest: str, printed: str
     command = [sys.executable, "-W", "ignore:This process", "-c", PROGRAM + rest]  # Python 3.12 warns of forks
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
+def test_a_join_waits_for_what_a_library_does_at_the_end_of_a_thread() -> None:
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+    thread = threading.Thread(target=libc.pthread_setspecific, args=(key, ctypes.c_void_p(200_000)))
+    with joined_to_the_end():
+        thread.start()
+        thread.join()
+        assert not Path(f"/proc/self/task/{thread.native_id}").exists()
+    libc.pthread_key_delete(key)

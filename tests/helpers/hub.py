@@ -20,7 +20,6 @@ class Hub(BaseHTTPRequestHandler):
     """The parts of Hugging Face's server that are asked for a model."""
 
     sent = 0  # bytes of shards
-    cut_after: int | None = None  # bytes after which the connection breaks off
     broken: str | None = None  # a shard of which only parts are sent
     requests: list[tuple[str, str | None]] = []  # noqa: RUF012 paths and ranges of shards
 
@@ -72,9 +71,6 @@ class Hub(BaseHTTPRequestHandler):
             is_shard = parts[-1].endswith(".safetensors")
             if is_shard:
                 Hub.requests.append((parts[-1], wanted))
-            if is_shard and Hub.cut_after is not None and len(body) > Hub.cut_after:
-                body = body[: Hub.cut_after]
-                self.close_connection = True
             Hub.sent += len(body) if is_shard else 0
             self.wfile.write(body)
 
@@ -85,7 +81,7 @@ def serving(folder: Path) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder))
     thread = threading.Thread(target=partial(server.serve_forever, 0.01))  # seconds until it sees that it shall end
     thread.start()
-    Hub.sent, Hub.cut_after, Hub.broken, Hub.requests = 0, None, None, []
+    Hub.sent, Hub.broken, Hub.requests = 0, None, []
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:

@@ -415,28 +415,19 @@ def test_a_kept_cache_has_the_kind_of_the_segment_that_it_ends_in() -> None:
     assert prompt.after(3) == [[3, 4, 5], [6, 7, 8]]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_text_that_is_too_long_is_counted_in_pieces(plain: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_text_that_is_too_long_is_counted_in_pieces(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 MB of text took the process from 126 to 981 MB, in a budget of 300 MB, before it was refused."""
     monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 100)
     text, lengths = "x y " * 250, list[int]()
-    body = {"messages": messages(text)} if path == CHAT else {"prompt": text}
 
     def decide(plan: Any, num_prompt: int, *args: Any, **options: Any) -> str:
-        if num_prompt > 400:
-            raise RefusedError(f"a prompt of {num_prompt} tokens has no room", 413)
-        return "batch"
+        raise RefusedError(f"a prompt of {num_prompt} tokens has no room", 413)
 
-    with live(plain) as server:
-        assert server.post(path, body | {"max_tokens": 1})[0] == 200  # there is room
-        tokenizer = next(iter(server.room.models)).tokenizer._tokenizer
-        encode = tokenizer.encode
-        monkeypatch.setattr(tokenizer, "encode", lambda text, **how: lengths.append(len(text)) or encode(text, **how))
-        monkeypatch.setattr(loaded, "decide", decide)
-        status, reply = server.post(path, body)
-        assert status == 413, reply
-        assert reply["error"]["message"].startswith("counted in pieces: a prompt of ")
-        assert sum(lengths) == len(text) and max(lengths) == 100
-        lengths.clear()
-        short = {"prompt": "x y"} if path == TEXT else {"messages": messages("x y")}
-        assert server.post(path, short | {"max_tokens": 1})[0] == 200
+    assert server.post(TEXT, {"prompt": text, "max_tokens": 1})[0] == 200  # there is room
+    tokenizer = next(iter(server.room.models)).tokenizer._tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: lengths.append(len(text)) or encode(text, **how))
+    monkeypatch.setattr(loaded, "decide", decide)
+    status, reply = server.post(TEXT, {"prompt": text})
+    assert status == 413 and reply["error"]["message"].startswith("counted in pieces: a prompt of "), reply
+    assert sum(lengths) == len(text) and max(lengths) == 100

@@ -21,29 +21,6 @@ from waiting import eventually
 LOGGER = logging.getLogger("mlx_flash")
 
 
-class Noted(logging.Handler):
-    """Keeps the records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@contextmanager
-def noted() -> Iterator[Noted]:
-    handler, level = Noted(), LOGGER.level
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
-    try:
-        yield handler
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(level)
-
-
 @contextmanager
 def locks_kept(handler: logging.Handler) -> Iterator[None]:
     """Keep the locks as an interrupt leaves them: with the main thread."""
@@ -58,20 +35,20 @@ def locks_kept(handler: logging.Handler) -> Iterator[None]:
 
 @pytest.mark.skipif(not hasattr(logging, "_acquireLock"), reason="later versions of Python take the lock in a block")
 def test_a_lock_that_an_interrupt_has_left_behind_stops_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logs, "_SECONDS", 0.02)
     folder = save(tmp_path / "model", LLAMA, mx.float32)
-    with noted() as handler:
-        with locks_kept(handler):
+    with caplog.at_level(logging.INFO, "mlx_flash"):
+        with locks_kept(caplog.handler):
             LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
             with load_model(folder, config(ram_budget_gb="min"))[0] as model:
                 model.start()
-            assert not handler.records
-        eventually(lambda: [each for each in handler.records if "starts in a budget" in each.getMessage()])
+            assert not caplog.records
+        eventually(lambda: [each for each in caplog.records if "starts in a budget" in each.getMessage()])
 
 
-def test_records_have_their_errors_their_places_and_the_context() -> None:
+def test_records_have_their_errors_their_places_and_the_context(caplog: pytest.LogCaptureFixture) -> None:
     request = ContextVar[str]("request")
     found = list[str]()
     request.set("one")
@@ -86,8 +63,8 @@ def test_records_have_their_errors_their_places_and_the_context() -> None:
         except ValueError:
             log.exception("it failed: %d", 1)
 
-    with noted() as handler:
-        handler.addFilter(note)
+    caplog.handler.addFilter(note)
+    with caplog.at_level(logging.INFO, "mlx_flash"):
         fail()
         enginethread.run(fail)
         thread = threading.Thread(target=lambda: (request.set("two"), fail()))
@@ -95,7 +72,8 @@ def test_records_have_their_errors_their_places_and_the_context() -> None:
         thread.join()
         log.debug("too much")
         enginethread.run(lambda: log.debug("too much"))
-    assert [record.getMessage() for record in handler.records] == ["it failed: 1"] * 3
-    for record in handler.records:
+    caplog.handler.removeFilter(note)
+    assert [record.getMessage() for record in caplog.records] == ["it failed: 1"] * 3
+    for record in caplog.records:
         assert record.exc_info is not None and record.exc_info[0] is ValueError
-    assert {record.funcName for record in handler.records} == {"fail"} and found == ["one", "none", "two"]
+    assert {record.funcName for record in caplog.records} == {"fail"} and found == ["one", "none", "two"]

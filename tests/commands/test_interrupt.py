@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mlx_flash.commands.dispatch import EXIT_HUNG_UP, EXIT_INTERRUPTED
-from mlx_flash.commands.run import stoppable
 from terminals import ROOT, Shell
 from waiting import eventually
 
@@ -45,25 +42,6 @@ FlashLLM.__call__ = call_slowly
 sys.exit(main())
 """
 """The command line with passes of a large model, so that both Ctrl-C fall into the same pass."""
-
-
-@pytest.fixture
-def _handled_sigint() -> Iterator[None]:
-    """Ctrl-C as in a terminal, also where pytest runs in the background and ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_handled_sigint")
-def test_the_first_ctrl_c_sets_a_flag_and_the_second_ends_the_program() -> None:
-    with stoppable() as is_stopped:
-        assert not is_stopped()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert is_stopped()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.2, 0.4, 0.8])

@@ -33,7 +33,7 @@ DRAFT = ROOT / "examples" / "pair" / "draft"
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save(tmp_path_factory.mktemp("remote") / "model", LLAMA, num_shards=2)
+    folder = save(tmp_path_factory.mktemp("remote") / "model", {**LLAMA, "vocab_size": 30_000}, num_shards=2)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((DRAFT / file).read_bytes())
     return folder

@@ -141,6 +141,8 @@ def test_the_right_key(listener: Live) -> None:
     status, text = ask(listener, '{"prompt": "x"}')
     assert status == 413 and '"message":"no room"' in text.replace(": ", ":")
     assert ask(listener, '{"prompt": "x"}', authorization=f"bearer  {KEY} ")[0] == 413
+    assert ask(listener, '{"prompt": "x"}', authorization="", x_api_key=KEY)[0] == 413
+    assert '"authentication_error"' in ask(listener, path="/v1/messages", x_api_key="wrong")[1]
     assert ask(listener, None, "/health", "GET", Authorization="")[0] == 200  # needs none
 
 

@@ -166,41 +166,15 @@ def test_unknown_paths_have_ollamas_errors(server: Live, client: Any) -> None:
     assert server.get("/api/nothing") == (404, {"error": "Not Found"})
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_tools_and_thinking(folder: Path, streams: bool) -> None:
-    def weather(city: str) -> str:
-        """Return the weather.
-
-        Args:
-            city: the city
-        """
-        return city
-
+def test_thoughts_are_part_of_a_conversation(folder: Path) -> None:
+    """test_tolerance.py and test_streams.py have those that are answered, and calls."""
     prompts: list[str] = []
-    call = '<tool_call>{"name": "weather", "arguments": {"city": "Seoul"}}</tool_call>'
-    with live(str(folder)) as server, closing(ollama.Client(server.url)) as client:
-
-        def ask(messages: list[Any], think: bool | None = None) -> Any:
-            found = client.chat(str(folder), messages, tools=[weather], think=think, stream=streams)
-            parts = list(found) if streams else [found]
-            assert parts[-1].done_reason == "stop"
-            calls = [call for part in parts for call in part.message.tool_calls or []]
-            texts = ["".join(getattr(part.message, name) or "" for part in parts) for name in ("content", "thinking")]
-            return *texts, calls
-
-        with saying(f"<think>Hm.</think>Wait. {call}", prompts):
-            content, thinking, calls = ask(HELLO)
-        assert (content.strip(), thinking, calls[0].function.name) == ("Wait.", "Hm.", "weather")
-        assert calls[0].function.arguments == {"city": "Seoul"}
-        told = [
-            {"role": "assistant", "content": "Wait.", "thinking": "Hm.", "tool_calls": calls},
-            {"role": "tool", "content": "Rain", "tool_name": "weather"},
-        ]
-        with saying("It rains.", prompts):
-            assert ask([*HELLO, *told], think=False) == ("It rains.", "", [])
-    assert '"name": "weather"' in prompts[0] and not prompts[0].strip().endswith("-")
-    assert "<think>Hm.</think>Wait." in prompts[-1] and call in prompts[-1] and "<|tool|>Rain" in prompts[-1]
-    assert prompts[-1].strip().endswith("-")
+    told = [*HELLO, {"role": "assistant", "content": "Wait.", "thinking": "Hm."}, *HELLO]
+    with live(str(folder)) as server, saying("It rains.", prompts), closing(ollama.Client(server.url)) as client:
+        assert client.chat(str(folder), told, think=False).message.content == "It rains."
+        client.chat(str(folder), told)
+    assert all("<think>Hm.</think>Wait." in prompt for prompt in prompts)
+    assert [prompt.strip().endswith("-") for prompt in prompts] == [True, False]
 
 
 def test_durations() -> None:

@@ -396,12 +396,15 @@ def test_serve_takes_several_models_and_none() -> None:
     assert args.host == "127.0.0.1"  # other machines cannot connect unless that is asked for
 
 
-def test_no_arguments_show_help_and_a_flag_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_show_help_and_a_flag_the_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([]) == 2
     assert "generate" in capsys.readouterr().err
-    for flag in ("--version", "-V"):
+    monkeypatch.setattr(sys, "argv", ["flash-monitor", "--version"])
+    for command in (lambda: cli.main(["--version"]), lambda: cli.main(["-V"]), cli.monitor):
         with pytest.raises(SystemExit) as exit_:
-            cli.main([flag])
+            command()
         assert exit_.value.code == 0 and capsys.readouterr().out == f"mlx-flash {__version__}\n"
 
 

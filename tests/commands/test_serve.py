@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import children
 from mlx_flash.commands import serve
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.config import FlashConfig
@@ -101,3 +102,14 @@ def test_models_that_create_named_are_served(tmp_path: Path, monkeypatch: pytest
     assert found.value.status == 400
     with pytest.raises(RefusedError, match="there is no model 'none' here"):
         other.find("none")
+
+
+def test_verbose_prints_each_line_once() -> None:
+    program = (
+        "import logging, sys\n"
+        "from mlx_flash.commands import dispatch, serve\n"
+        "serve.serve_catalog = lambda *_, **__: logging.getLogger('mlx_flash').info('a line') or 0\n"
+        "sys.exit(dispatch.run_command(['serve', '--verbose']))\n"
+    )
+    done = children.run("-c", program)
+    assert done.returncode == 0 and done.stderr.decode().count("a line") == 1

@@ -17,6 +17,8 @@ from mlx_flash.errors import RefusedError
 from mlx_flash.server import responses
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.request import Defaults, Messages
+from mlx_flash.server.responses import ResponseRequest
+from mlx_flash.server.service import checked
 from scripted import make_scripted_model, saying
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -293,6 +295,15 @@ def test_items_of_one_answer_are_one_message(server: Live) -> None:
     expected = f"<|assistant|><think>Hm.</think>I look.{CALLS}<|tool|>1<|tool|>done<|assistant|>"
     assert prompts[-1].endswith(expected)
     assert '"name": "files__read"' in prompts[-1] and '"required": ["input"]' in prompts[-1]
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "function", "name": name} for name in ("read", "files__read")] + ["required"]
+)
+def test_a_function_of_a_namespace_is_forced_by_its_own_name(choice: Any) -> None:
+    body = checked({"input": "x", "tools": [NAMESPACE], "tool_choice": choice}, ResponseRequest)
+    found = responses._generation_request(body, [], responses.functions_of(body))
+    assert list(found.must_call) == ["files__read"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -41,8 +41,8 @@ test-quick: $(DEVELOPS)  ## run a fast part of the tests, some of every folder, 
 test-optimized: $(DEVELOPS)  ## run some tests of generation without the package's assertions, as `python -O` does
 	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/generation/test_generation.py -k 'trimmed or random or speculative'
 
-# The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.1` runs another one.
-MLX_LM ?= 0.32.0
+# The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.2` runs another one.
+MLX_LM ?= 0.32.1
 COMPAT := .venv-mlx-lm-$(MLX_LM)
 COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes serving kv_cache,$(wildcard tests/*/test_$(test).py))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_flash.errors import CompatibilityError
 
-TESTED = {"mlx-lm": ("0.32.0", "0.32.2"), "mlx": ("0.32.2", "0.32.4")}
+TESTED = {"mlx-lm": ("0.32.1", "0.32.2"), "mlx": ("0.32.2", "0.32.4")}
 """The oldest and the newest release of each that the tests ran with; ``pyproject.toml`` has the same bounds."""
 
 

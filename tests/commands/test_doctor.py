@@ -56,7 +56,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"memory": SystemMemory(16 * GB, 9 * GB, 8 * GB, 2 * GB, 0.0)}, "2.00 GB are swapped out"),
         ({"selftest": SelfTest("bounced", {"in place": 88})}, "lost 88 blocks, so they are bounced"),
         ({"wired_limit": 11 * GB}, "at most 11.0 GB wired"),
-        ({"versions": OLD}, "tested with mlx-lm 0.32.0 to"),
+        ({"versions": OLD}, "tested with mlx-lm 0.32.1 to"),
     ],
 )
 def test_advice_is_given_where_it_is_due(changes: dict[str, Any], words: str) -> None:

@@ -39,7 +39,7 @@ test-quick: $(DEVELOPS)  ## run a fast part of the tests, some of every folder, 
 
 # Assertions of the tests still run, since pytest rewrites them; those of the package do not.
 test-optimized: $(DEVELOPS)  ## run some tests of generation without the package's assertions, as `python -O` does
-	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/generation/test_generation.py -k 'trimmed or random or speculative'
+	$(BIN)/python -O -m pytest -W 'ignore:assertions not in test modules' tests/streaming/test_loans.py tests/generation/test_generation.py -k 'random or last_token'
 
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.2` runs another one.
 MLX_LM ?= 0.32.1

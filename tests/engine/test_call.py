@@ -36,13 +36,10 @@ OTHERS = [
 """Calls, their tokens, and whether they have the cache."""
 
 
-def test_tokens_and_a_cache_are_a_plain_call() -> None:
+def test_tokens_and_a_cache_are_a_plain_call_and_others_are_not_cut() -> None:
     for call in PLAIN:
         assert call.is_plain and call.tokens is TOKENS and [*(call.cache or ())] == CACHE
         assert (call.num_tokens, call.batch_size) == (14, 2)
-
-
-def test_other_calls_are_not_plain_and_not_cut() -> None:
     for call, num_tokens, has_cache in OTHERS:
         assert not call.is_plain and call.step_within(1) is None
         assert (call.num_tokens, call.cache is CACHE) == (num_tokens, has_cache)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
@@ -297,27 +297,42 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("when", ["it runs", "it was loaded", "it was planned again"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_change(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, change: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / "model"
+    """The places of tensors come from headers that were read when the model was loaded, or planned first."""
+    directory, name, kind = tmp_path / "model", "'model.*' .*", FileChangedError
     shutil.copytree(checkpoints["dense"].directory, directory)
-    shards = sorted(directory.glob("*.safetensors"))
-    real, numbers = os.preadv, iter(range(1 << 30))
+    shards, real, numbers = sorted(directory.glob("*.safetensors")), os.preadv, itertools.count()
+
+    def change_all() -> None:
+        for path in shards:
+            CHANGES[change](path)
 
     def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if next(numbers) == 9:
-            for path in shards:
-                CHANGES[change](path)
+            change_all()
         return real(fd, buffers, offset)
 
-    with streamed(directory) as model:
+    with apply_flash_patch(FlashConfig(ram_budget_gb=4.0, context_length=64, telemetry=False, lend_reserves=False)):
+        model: Any = streamed(directory) if when == "it runs" else mlx_lm_utils.load_model(directory)[0]
+    if when != "it was loaded":
         model.start()
+    if when == "it runs":
         monkeypatch.setattr(os, "preadv", preadv)
-        kind = TruncatedFileError if change == "truncated" else FileChangedError
+    else:
+        FlashManager.of_process().set_ram_budget(3.9)
+        assert model.engine is None
+        change_all()
+    if change == "truncated":
+        kind = TruncatedFileError
+    elif change in ("unlinked", "moved") and when != "it runs":
+        name, kind = "", CheckpointError
+    with model:
         for _ in range(2):
-            with pytest.raises(kind, match=rf"'model.*' .*{directory}/model-0000\d-of-00002.safetensors.*Hint: "):
+            with pytest.raises(kind, match=rf"{name}{directory}/model-0000\d-of-00002.safetensors.*Hint: "):
                 for _ in range(3):
                     run(model, PREFILL_AND_DECODE)
     for link in filter(Path.is_symlink, shards):
@@ -350,43 +365,6 @@ def test_files_that_change_are_noticed_where_no_unit_waits(
         monkeypatch.setattr(WeightStream, "acquire", acquire)
         with pytest.raises(FileChangedError, match="replaced by another one"):
             run(model, PREFILL_AND_DECODE[:1])
-
-
-@pytest.mark.parametrize("is_planned_again", [False, True], ids=["loaded", "planned again"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_files_that_change_between_loading_and_the_first_call(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path, change: str, is_planned_again: bool
-) -> None:
-    """The places of tensors come from headers that were read when the model was loaded, or planned first."""
-    directory = tmp_path / "model"
-    shutil.copytree(checkpoints["dense"].directory, directory)
-    config = FlashConfig(ram_budget_gb=4.0, context_length=64, telemetry=False, lend_reserves=False)
-    with apply_flash_patch(config):
-        model = mlx_lm_utils.load_model(directory)[0]
-    assert isinstance(model, FlashLLM)
-    if is_planned_again:
-        model.start()
-        FlashManager.of_process().set_ram_budget(3.9)
-        assert model.engine is None
-    shards = sorted(directory.glob("*.safetensors"))
-    for path in shards:
-        CHANGES[change](path)
-    is_gone = change in ("unlinked", "moved")
-    kind = {"truncated": TruncatedFileError}.get(change, CheckpointError if is_gone else FileChangedError)
-    name = "" if is_gone else "'model.*' .*"
-    with pytest.raises(kind, match=rf"{name}{directory}/model-0000\d-of-00002.safetensors"):
-        run(model, PREFILL_AND_DECODE)
-    model.close()
-    for link in filter(Path.is_symlink, shards):
-        shutil.rmtree(link.readlink().parent)
-
-
-def test_a_clock_that_jumps(checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    dice, real = random.Random(3), time.time
-    monkeypatch.setattr(time, "time", lambda: real() + dice.uniform(-1e9, 1e9))
-    for kv in ("stock", "disk", "disk"):
-        with streamed(checkpoints["dense"].directory, telemetry=True, kv_prefixes="exact", kv_cache=kv) as model:
-            assert checkpoints["dense"].is_right(model)
 
 
 def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,15 +62,6 @@ def test_the_manager_of_the_process_lists_streamed_models(directory: Path) -> No
     assert manager.waiting == []
 
 
-def test_a_later_model_finds_what_the_running_ones_left(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100_000_000)
-    config = FlashConfig(ram_budget_gb=1, context_length=256)
-    with mlx_flash.load_model(directory, config)[0] as alone:
-        share: Any = alone.plan.kv_bytes + alone.plan.activation_bytes
-        with mlx_flash.load_model(directory, config)[0] as later:
-            assert later.plan.base_bytes == alone.plan.base_bytes + share
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set is Linux's footprint")
 def test_a_later_model_counts_arrays_that_the_resident_set_lacks(
     directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,25 +202,6 @@ def test_page_cache_is_that_of_the_budget_in_force(
 
 
 @pytest.mark.usefixtures("fixed_footprint")
-def test_a_larger_budget_is_lent_to_streamed_weights(directories: dict[str, Path]) -> None:
-    with opened(directories["dense"], 0.16) as model:
-        cache = make_prompt_cache(model)
-        decode(model, cache, [1, 2])
-        engine = model.engine
-        assert engine is not None and engine.loans.saved_bytes < model.plan.streaming.read_bytes
-        ModelManager.of_process().set_ram_budget(1)
-        decode(model, cache, [3, 4, 5])
-        before = engine.reader.stats.nbytes
-        decode(model, cache, [6, 7])
-        assert model.engine is engine
-        assert engine.loans.saved_bytes >= 0.99 * model.plan.streaming.read_bytes
-        assert (
-            engine.reader.stats.nbytes - before
-            <= 2 * (model.plan.streaming.read_bytes - engine.loans.saved_bytes) + 9999
-        )
-
-
-@pytest.mark.usefixtures("fixed_footprint")
 def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str, Path]) -> None:
     manager = ModelManager.of_process()
     with opened(directories["dense"], 0.18) as model:
@@ -243,23 +215,6 @@ def test_an_impossible_budget_is_refused_with_the_smallest(directories: dict[str
         assert same_bits(decode(model, make_prompt_cache(model), [1]), outputs)
         manager.set_ram_budget((error.value.minimum_bytes + MB) / 1e9)
         assert same_bits(decode(model, make_prompt_cache(model), [1]), outputs)
-
-
-@pytest.mark.usefixtures("fixed_footprint")
-def test_models_that_share_a_budget_start_again(directories: dict[str, Path]) -> None:
-    settings = FlashConfig(ram_budget_gb=0.35, context_length=256, prefill_step_size=16, telemetry=False)
-    manager = ModelManager.of_process()
-    models: list[FlashLLM] = []
-    try:
-        models += [load_model(directories[name], settings)[0] for name in ("dense", "mixture")]
-        expected = [decode(model, make_prompt_cache(model), [1, 2]) for model in models]
-        manager.set_ram_budget(manager.least_budget / 1e9)
-        assert not manager.running
-        for model, outputs in zip(models, expected, strict=True):
-            assert same_bits(decode(model, make_prompt_cache(model), [1, 2]), outputs)
-    finally:
-        for model in models:
-            model.close()
 
 
 PROGRAM = """

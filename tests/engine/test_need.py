@@ -148,30 +148,21 @@ def test_calls_that_nothing_has_waited_for_are_counted(directory: Path, kv_cache
 
 
 @pytest.mark.parametrize("ram_budget_gb", [2.0, "min"])
-def test_caches_of_two_models_are_refused_where_they_are_layers_of_one(directory: Path, ram_budget_gb: Any) -> None:
-    """Their memory is not counted together: it ended with a KeyError."""
+def test_a_cache_that_cannot_be_used_costs_its_own_row_alone(directory: Path, ram_budget_gb: Any) -> None:
+    """Of a model that was closed, or with layers of two models, whose memory is not counted together."""
     settings = FlashConfig(ram_budget_gb=ram_budget_gb, context_length=64)
     tokens = mx.array([[1, 2, 3]])
+    with load_model(directory, settings)[0] as closed:
+        cache = closed.make_cache()
     with load_model(directory, settings)[0] as one, load_model(directory, settings)[0] as other:
         mixed = [*one.make_cache()[:1], *other.make_cache()[1:]]
         with pytest.raises(ConfigError, match="are of 2 models"):
             one(tokens, cache=mixed)
-        rows = [one.row(tokens, cache, 2048) for cache in (mixed, one.make_cache(), other.make_cache())]
+        rows = [one.row(tokens, each, 2048) for each in (mixed, cache, one.make_cache(), other.make_cache())]
         while not all(row.is_done for row in rows):
             one.advance(rows)
-        assert isinstance(rows[0].error, ConfigError)
-        assert [len(row.outputs) for row in rows[1:]] == [1, 1]
-
-
-def test_a_cache_that_was_closed_costs_its_own_row_alone(directory: Path) -> None:
-    settings = FlashConfig(ram_budget_gb=2.0, context_length=64)
-    with load_model(directory, settings)[0] as closed:
-        cache = closed.make_cache()
-    with load_model(directory, settings)[0] as model:
-        rows = [model.row(mx.array([[1, 2, 3]]), each, 2048) for each in (cache, model.make_cache())]
-        while not all(row.is_done for row in rows):
-            model.advance(rows)
-        assert isinstance(rows[0].error, ClosedError) and len(rows[1].outputs) == 1
+        assert isinstance(rows[0].error, ConfigError) and isinstance(rows[1].error, ClosedError)
+        assert [len(row.outputs) for row in rows[2:]] == [1, 1]
 
 
 def test_dropped_cache_that_owes_a_token_frees_its_memory(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +199,6 @@ five_layers = model_fixture({**LLAMA, "num_hidden_layers": NUM_LAYERS})
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with memory of its own, as far as the engine knows."""
     monkeypatch.setattr("mlx_flash.engine.engine.has_own_memory", lambda: True)
-    monkeypatch.setattr("mlx_flash.streaming.stream.has_own_memory", lambda: True)
     monkeypatch.setattr("mlx_flash.streaming.stream.has_own_memory", lambda: True)
 
 
@@ -256,13 +246,6 @@ def test_streamed_layers_are_waited_for_always(five_layers: Path, waits: list[No
         model.plan = replace(model.plan, prefill_step_size=64)
         assert same_bits(run(model, PROMPT[:1]), run(stock(five_layers), PROMPT[:1]))
         assert len(waits) >= NUM_LAYERS
-        assert not model.engine.pinned.modules
-
-
-@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="about other devices")
-def test_layers_in_memory_stay_as_they_are_on_other_devices(five_layers: Path) -> None:
-    with in_memory(five_layers) as model:
-        run(model, PROMPT)
         assert not model.engine.pinned.modules
 
 
@@ -386,6 +369,3 @@ def test_prompt_that_turns_out_to_need_an_order_leaves_no_logits_behind(tmp_path
             assert left - mx.get_active_memory() < 1000  # bytes
     finally:
         gc.enable()
-
-
-# Layers in memory: those that calls wait for where there is a GPU, which works far behind, and linear ones.

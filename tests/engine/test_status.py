@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import zoo
 from faulty import threads_of_models
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine import passes, status
+from mlx_flash.engine import passes
 from mlx_flash.engine.passes import PassCounters
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.status import Status
@@ -63,11 +63,6 @@ def test_layers_go_from_waiting_to_done(directory: Path) -> None:
         counters.begin(1, 1, 1)
         assert states(told.collect())[layers[0]] == "waiting"
         assert stream.stats.held_seconds > 0
-
-
-def test_a_head_is_read_as_long_as_one_of_its_tiles_is() -> None:
-    found = [status._joint_state(tiles) for tiles in (["reading", "waiting"], ["resident", "reading"])]
-    assert found == ["reading"] * 2 and status._joint_state(["resident", "waiting"]) == "resident"
 
 
 def test_a_head_in_tiles_is_one_unit(directory: Path) -> None:
@@ -225,15 +220,9 @@ def test_experts_are_told(mixture: Path) -> None:
     with streamed_whole(mixture, pool_slots=9) as model:
         assert model.engine is not None and model.engine.experts is not None and model.plan.pool is not None
         told, pool = status_of(model), model.engine.experts.pool
-        before = told.collect()["experts"]
-        assert before == {
-            **asdict(ExpertStats()),
-            "num_slots": 9,
-            "slot_bytes": model.plan.pool.slot_bytes,
-            "num_resident": 0,
-            "num_experts": 24,
-            "expert_bytes": 3 * 128 * 64 * 4,
-        }
+        sizes = {"num_slots": 9, "slot_bytes": model.plan.pool.slot_bytes, "num_experts": 24}
+        sizes["expert_bytes"] = 3 * 128 * 64 * 4
+        assert told.collect()["experts"] == {**asdict(ExpertStats()), **sizes, "num_resident": 0}
         run(model, [[1, 2, 3], [4], [5]])
         after = told.collect()["experts"]
         assert {name: after[name] for name in asdict(pool.stats)} == asdict(pool.stats)

@@ -407,22 +407,6 @@ def test_a_prompt_that_is_given_up_takes_nothing_from_the_others(directories: Di
         assert same_bits([model(mx.argmax(expected[0], -1), cache=cache)], expected[1:2])
 
 
-def test_rows_that_do_not_fit_wait_for_the_next_pass(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        prompts = [[(i * k + k) % 300 for i in range(65)] for k in range(1, 9)]
-        rows = [model.row(mx.array([p]), make_prompt_cache(model), 128) for p in prompts]
-        per_row = replace(model.plan.activations, per_token=10**6)
-        model.plan = replace(model.plan, activations=per_row)
-        model.advance(rows)
-        while not all(row.is_done for row in rows):
-            model.advance(rows)
-        assert 2 < model.counters.num_passes < 16
-        for prompt, row in zip(prompts, rows, strict=True):
-            assert row.error is None
-            alone = list(mlx_flash.generate_step(mx.array(prompt), model, max_tokens=1, prefill_step_size=128))
-            assert alone[0][0] == mx.argmax(row.outputs[-1][0, -1]).item()
-
-
 def test_pinned_weights_leave_room_for_parts_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path, LLAMA | {"hidden_size": 192, "intermediate_size": 768, "vocab_size": 300}, mx.float32)
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: ENOUGH // 10)  # two plans of one process
@@ -578,18 +562,6 @@ def test_an_error_that_is_kept_keeps_no_greenlet(directories: Directories) -> No
 
 def _with_step(model: FlashLLM, step: int) -> Any:
     return replace(model.plan, prefill_step_size=step, budget_bytes=2 * model.plan.budget_bytes)
-
-
-@pytest.mark.parametrize("length", [1, 23, len(PROMPT)])
-def test_first_token_takes_one_pass_and_every_other_one_more(directories: Directories, length: int) -> None:
-    with streamed_whole(directories("llama"), speculation=False) as model:
-        model.plan = replace(model.plan, prefill_step_size=STEP, budget_bytes=10**10)
-        passes = []
-        prompt = mx.array([(7 * i) % 300 for i in range(length)])
-        for _ in mlx_flash.generate_step(prompt, model, max_tokens=4):
-            passes.append(model.counters.num_passes)
-        assert passes == [1, 2, 3, 4]
-        assert model.counters.num_passes == 4
 
 
 def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.mamba2 import Mamba2Block
 
 import mlx_flash
 from mlx_flash import CacheError, ClosedError, FlashConfig
 from mlx_flash.engine.passes import Passes
-from models import GEMMA3, MAMBA2, NARROW_LLAMA, same_bits, save, stock
+from models import GEMMA3, MAMBA2, NARROW_LLAMA, computed, same_bits, save, stock
 from saved_models import model_fixture
 from streamed import streamed_whole
 
@@ -24,36 +26,9 @@ PROMPT = mx.array([5, 17, 900, 3, 3, 42, 64, 99, 128, 7, 21] * 4)
 directory = model_fixture(NARROW_LLAMA, mx.bfloat16)
 
 
-def generated(model: Any, prompt: mx.array = PROMPT, **options: Any) -> tuple[list[int], list[mx.array]]:
-    options = {"prefill_step_size": 2048, "max_tokens": 16, **options}
-    found = list(generate_step(prompt, model, **options))
-    return [token for token, _ in found], [logprobs for _, logprobs in found]
-
-
 def wide(plan: Any) -> Any:
     """A plan with room for the whole prompt at once, as stock mlx-lm takes it."""
     return replace(plan, prefill_step_size=2048, budget_bytes=10**10)
-
-
-def test_a_cache_between_two_tokens_is_as_mlx_lm_leaves_it(directory: Path) -> None:
-    """mlx-lm's own `test_trim_cache_with_generate`, with the lengths in between."""
-
-    def trimmed(model: Any, step: Any) -> list[Any]:
-        cache, found = make_prompt_cache(model), []
-        first, _ = next(step(PROMPT, model, prompt_cache=cache))
-        found.append((first, cache[0].offset))
-        for _ in range(2):
-            steps = zip(range(2), step(mx.array([first]), model, prompt_cache=cache), strict=False)
-            found += [(token, cache[0].offset, cache[0].size()) for _, (token, _) in steps]
-            assert trim_prompt_cache(cache, 3) == 3
-            found.append(cache[0].offset)
-        return found
-
-    expected = trimmed(stock(directory), generate_step)
-    with streamed_whole(directory) as model:
-        model.plan = wide(model.plan)
-        assert trimmed(model, mlx_flash.generate_step) == expected
-        assert model.counters.num_passes == 5  # a token that is trimmed away is never computed
 
 
 @pytest.mark.parametrize("architecture", [NARROW_LLAMA, GEMMA3, MAMBA2], ids=["plain", "sliding window", "recurrent"])
@@ -109,6 +84,34 @@ def test_a_cache_that_lacks_its_last_token_says_so(directory: Path) -> None:
     assert cache[0].offset == len(PROMPT) + 1
     with pytest.raises(CacheError, match=r"lacks its last token .*Hint: use the cache"):
         copy.deepcopy(cache)
+
+
+def test_a_cache_that_cannot_be_put_back_refuses_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "model", MAMBA2 | {"num_hidden_layers": 2})
+    block, calls = Mamba2Block.__call__, iter([None, KeyboardInterrupt()])
+
+    def interrupted(*args: Any) -> Any:
+        result = block(*args)
+        if (error := next(calls)) is not None:
+            raise error
+        return result
+
+    with streamed_whole(folder) as model:
+        cache = make_prompt_cache(model)
+        computed(model, PROMPT[None], cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(Mamba2Block, "__call__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(mx.array([[7]]), cache=cache)
+        uses: list[Callable[[], Any]] = [
+            lambda: model(mx.array([[7]]), cache=cache),
+            lambda: computed(model, PROMPT[None], cache),
+            lambda: copy.deepcopy(cache),
+            lambda: save_prompt_cache(str(tmp_path / "cache.safetensors"), cache),
+        ]
+        for use in uses:
+            with pytest.raises(CacheError, match=r"failed .* ArraysCache .*Hint: start again with a fresh"):
+                use()
 
 
 @pytest.mark.parametrize("budget_gb", ["min", 1.0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import children
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM, load_model
 from mlx_flash.errors import WriteError
@@ -25,7 +23,7 @@ from mlx_flash.generation import RowGenerator
 from mlx_flash.kv import disk as kv_disk
 from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from models import save, stock
+from models import stock
 from saved_models import model_fixture
 from served import LONG, TEXTS, ask, each_alone, model, serving, stock_serving, together
 from shared_passes import alone, check_equal
@@ -162,45 +160,6 @@ def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pyt
         assert all(row.is_done and row.error is None for row in rows)
         assert model.counters.num_passes > num_passes + 1
         assert mx.get_peak_memory() - before <= room + slot  # and what computes
-
-
-BUDGET = """
-import json, sys
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-import mlx_flash
-from mlx_flash import FlashConfig, load_model
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.memory.footprint import peak_footprint
-config = FlashConfig(ram_budget_gb="min", kv_cache="disk", kv_step=16, context_length=224, prefill_step_size=64)
-least = prepare(sys.argv[1], config).plan
-config = replace(config, ram_budget_gb=least.minimum_bytes / 1e9 + 1e-9)
-model, _ = load_model(sys.argv[1], config)
-prompts = [[(i * 7 + k) % 300 for i in range(200)] for k in range(4)]
-tokenizer = SimpleNamespace(eos_token_ids=[], decode=str)
-options = {"max_tokens": 3, "prefill_step_size": 64, "return_token_ids": True}
-found = mlx_flash.batch_generate(model, tokenizer, prompts, **options)
-usage = model.kv.note()
-print(json.dumps({
-    "tokens": found.token_ids, "peak": peak_footprint(), "budget": model.plan.budget_bytes,
-    "cut": model.plan.streaming.cut, "written": usage.written_bytes, "step": model.plan.prefill_step_size,
-    "all": 4 * 200 * sum(model.plan.cache.rows),
-}))
-"""
-
-
-def test_the_process_keeps_its_budget_with_several_sequences(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 512}
-    directory = save(tmp_path, SMALL | heads | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4})
-    done = children.run("-c", BUDGET, directory, timeout=300, forks=False)
-    assert done.returncode == 0, done.stderr.decode()
-    told = json.loads(done.stdout)
-    assert told["peak"] <= told["budget"]
-    assert told["written"] > told["all"] / 2
-    for k, tokens in enumerate(told["tokens"]):
-        expected = alone(directory, [(i * 7 + k) % 300 for i in range(200)], 3, prefill_step_size=told["step"])
-        assert tokens == [token for token, _ in expected]
 
 
 def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:

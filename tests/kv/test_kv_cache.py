@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from faulty import Disk
+from interrupt_points import Tracer
 from kv_settings import bits, equal, little_under_way, offload_all, rows_of
-from mlx_flash.errors import BudgetError, ClosedError
+from mlx_flash.errors import BudgetError, ClosedError, ReadError
 from mlx_flash.kv import kvledger as kv_options
 from mlx_flash.kv import ring
-from mlx_flash.kv.diskcache import DiskKVCache, DiskQuantizedKVCache, make_caches
-from mlx_flash.kv.kvledger import KVOptions
+from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvpool import KVPool, PooledCache
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
@@ -68,8 +70,11 @@ class Against(RuleBasedStateMachine):
         {"step": 256, "disk": (0, 1, 2)},
         {"step": 64, "disk": (1,)},
         {"step": 32, "disk": (0, 2), "max_context_length": 4096, "direct": False},
+        {"step": 16, "disk": (0, 1, 2), "large": 4096},
+        {"step": 16, "disk": (0, 1), "max_context_length": 600, "large": 4096},
     )
-    """``disk``: the layers that are on disk."""
+    """``disk``: the layers that are on disk. ``large``: bytes of a slot from which on heads follow one another closely,
+    and what a layer needs is laid out anew as it grows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +98,9 @@ class Against(RuleBasedStateMachine):
     def begin(self, kind: str, form: dict[str, Any]) -> None:
         self.is_quantized = kind == "quantized"
         self.dtype = mx.float16 if self.is_quantized else getattr(mx, kind)
-        own = {key: value for key, value in form.items() if key != "disk"}
+        own = {key: value for key, value in form.items() if key not in ("disk", "large")}
+        for module in (ring, kv_options) if "large" in form else ():
+            self.patch.setattr(module, "LARGE_SLOT_BYTES", form["large"])
         self.disk = form.get("disk", ())
         self.pool = KVPool(KVOptions(directory=Path(self.folder.name), **own))
         self.theirs: list[Any] = [QuantizedKVCache(32, 4) if self.is_quantized else KVCache() for _ in range(3)]
@@ -117,6 +124,14 @@ class Against(RuleBasedStateMachine):
     def trim(self, num_tokens: int) -> None:
         trimmed = [[entry.trim(num_tokens) for entry in caches] for caches in (self.mine, self.theirs)]
         assert trimmed[0] == trimmed[1]
+
+    @rule()
+    def set_states(self) -> None:
+        for mine, theirs in zip(self.mine, self.theirs, strict=True):
+            if theirs.keys is not None:
+                changed = tree_map(lambda array: array + 1, theirs.keys_and_values())
+                mine.state, theirs.state = ((*changed, *entry.state[2:]) for entry in (mine, theirs))
+                assert not mine.is_on_disk
 
     @rule()
     def fetch(self) -> None:
@@ -209,33 +224,6 @@ TestAgainst.settings = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def llama() -> nn.Module:
-    return build(
-        LLAMA
-        | {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}
-        | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
-        mx.float32,
-    )
-
-
-PROMPT = mx.array([i * 7 % 1000 for i in range(1, 300)])
-
-
-def generated(
-    model: nn.Module, cache: list[Any], num_tokens: int = 60, offloads: bool = False, **kwargs: Any
-) -> list[tuple[int, mx.array]]:
-    """Tokens and what they were sampled from; after the first ones all layers go to disk, if they are to."""
-    steps = generate_step(PROMPT, model, max_tokens=num_tokens, prompt_cache=cache, prefill_step_size=128, **kwargs)
-    found = []
-    for token, logprobs in steps:
-        found.append((int(token), logprobs))
-        if offloads and len(found) == 3:
-            for pool in {entry.pool for entry in cache if isinstance(entry, DiskKVCache | DiskQuantizedKVCache)}:
-                offload_all(pool)
-    return found
-
-
 def filled(options: KVOptions, lengths: tuple[int, ...] = (100,), layers: int = 3) -> tuple[list[Any], list[Any]]:
     theirs: list[Any] = [KVCache() for _ in range(layers)]
     mine = make_caches(theirs, options)
@@ -251,29 +239,16 @@ def feed(mine: list[Any], theirs: list[Any], seed: int, length: int) -> None:
         assert equal(found[0], found[1])
 
 
-def test_pending_computations_keep_their_slot_contents(options: Callable[..., KVOptions]) -> None:
-    """Nothing evaluates what one layer computes before its slot is needed again."""
-    mine, theirs = filled(options(step=16), (100,), 5)
+def test_pending_computations_keep_the_contents_of_a_slot(options: Callable[..., KVOptions]) -> None:
+    """A layer stays there, and other tokens come in the place of some, before anything is evaluated."""
+    mine, theirs = filled(options(step=16), layers=1)
     offload_all(mine[0].pool)
     pending = []
-    for seed in range(3):
-        for index, caches in enumerate(zip(mine, theirs, strict=True)):
-            rows = rows_of(7 * seed + index, 1, mx.float16), rows_of(70 * seed + index, 1, mx.float16)
-            pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
-    for seed in range(3):  # one layer stays in its slot, where other tokens come in the place of some
-        rows = rows_of(400 + seed, 25, mx.float16), rows_of(500 + seed, 25, mx.float16)
-        for caches in zip(mine[:1], theirs, strict=False):
-            assert len({cache.trim(20) for cache in caches}) == 1
-            pending.append([total(cache.update_and_fetch(*rows)) for cache in caches])
-    assert any(slot.num_moved for slot in mine[0].pool.ring.slots)
+    for seed in range(4):
+        rows = [rows_of(400 + seed + i, 25, mx.float16) for i in (0, 50)]
+        assert len({cache.trim(20) for cache in (*mine, *theirs)}) == 1
+        pending.append([total(cache.update_and_fetch(*rows)) for cache in (*mine, *theirs)])
     assert all(equal(found, expected) for found, expected in pending)
-
-
-def test_slots_do_not_move_without_pending_computations(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    cache = make_caches(make_prompt_cache(llama), options(step=16))
-    generated(llama, cache, 20, offloads=True)
-    assert cache[0].pool.note().read_bytes
-    assert [slot.num_moved for slot in cache[0].pool.ring.slots] == [0, 0]
 
 
 def test_unaligned_pages_are_read_through_bounce_buffers(
@@ -300,6 +275,26 @@ def test_unaligned_pages_are_read_through_bounce_buffers(
         assert way == "in place" or bounced.count(True) == bounced.count(False)  # each is a direct read to the buffer
 
 
+def test_a_read_ahead_that_failed_is_repeated(
+    options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a call the first layer is read ahead. The disk fails then, and works again before the next call."""
+    mine, theirs = filled(options(step=16), layers=4)
+    slots, disk = mine[0].pool.ring.slots, Disk(monkeypatch)
+    offload_all(mine[0].pool)
+    feed(mine, theirs, 1, 1)
+    feed(mine[:3], theirs[:3], 2, 1)
+    for slot in slots:
+        slot.wait()
+    disk.is_broken = True
+    feed(mine[3:], theirs[3:], 2, 1)
+    [ahead] = [slot for slot in slots if slot._reading is not None]
+    with pytest.raises(ReadError):
+        ahead._reading[0].wait()
+    disk.is_broken = False
+    feed(mine, theirs, 3, 1)
+
+
 def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> None:
     mine, theirs = filled(options(step=16), (100,), 5)
     pool = mine[0].pool
@@ -312,21 +307,6 @@ def test_the_order_of_layers_is_learned(options: Callable[..., KVOptions]) -> No
     assert pool.ring.num_unpredicted == before
     feed(mine[::-1], theirs[::-1], 9, 1)  # in another order: reads on demand, the same rows
     assert pool.ring.num_unpredicted > before
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_context_length": 600}])
-def test_slots_on_large_pages_have_equal_contents(
-    settings: dict[str, Any], options: Callable[..., KVOptions], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There heads follow one another closely, and what a layer needs is laid out anew as it grows."""
-    for module in (ring, kv_options):
-        monkeypatch.setattr(module, "LARGE_SLOT_BYTES", 4096)
-    mine, theirs = filled(options(step=16, **settings), (100, 1), 4)
-    offload_all(mine[0].pool)
-    for seed in range(2, 40):
-        feed(mine, theirs, seed, 1 + seed % 3 * 5)
-    assert [cache.trim(30) for cache in mine] == [cache.trim(30) for cache in theirs]
-    feed(mine, theirs, 40, 7)
 
 
 def test_two_layers_on_disk_stay_in_their_slots(options: Callable[..., KVOptions]) -> None:
@@ -365,18 +345,6 @@ def test_restored_rows_on_disk_are_read_when_they_are_used(options: Callable[...
         RowLeaf(caches[0]).append(rows)
         caches[1].update_and_fetch(*rows)
     feed(mine[::-1], theirs[::-1], 10, 1)
-
-
-def test_nothing_is_read_for_mlx_lm_to_evaluate(llama: nn.Module, options: Callable[..., KVOptions]) -> None:
-    """After every part of the prompt mlx-lm evaluates ``state``: reading all layers for that would double the reads."""
-    cache = make_caches(make_prompt_cache(llama), options(step=16))
-    mx.eval(llama(PROMPT[None, :40], cache=cache))
-    pool = cache[0].pool
-    offload_all(pool)
-    generated(llama, cache, 1)
-    num_calls = -(-len(PROMPT) // 128) + 2  # the last token alone, and one ahead
-    assert pool.ring.num_fetched <= len(cache) * num_calls
-    assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
 
 
 def test_a_refusal_names_a_smaller_budget_than_the_need(options: Callable[..., KVOptions]) -> None:
@@ -438,3 +406,76 @@ def test_a_cache_that_is_copied_alone_copies_no_other_layer(monkeypatch: pytest.
     assert len(copy.deepcopy(cache)) == len(cache) and len(forked) == 2 * len(cache)
     expected = model(mx.array([[4]]), cache=copies)
     assert mx.array_equal(model(mx.array([[4]]), cache=cache), expected)
+
+
+def test_nothing_is_read_for_mlx_lm_to_evaluate(options: Callable[..., KVOptions]) -> None:
+    """Its loop evaluates ``state`` after each part of a prompt. Nor do slots move without computations that wait."""
+
+    def model(tokens: mx.array, cache: list[Any]) -> mx.array:
+        h = rows_of(1, tokens.shape[1], mx.float16)
+        for entry in cache:  # each layer needs the one before
+            h = h + entry.update_and_fetch(h, h)[0].mean()
+        return h[0].transpose(1, 0, 2).reshape(1, tokens.shape[1], -1)
+
+    cache, _ = filled(options(step=16))
+    pool = cache[0].pool
+    offload_all(pool)
+    list(generate_step(mx.arange(300), model, max_tokens=3, prompt_cache=cache, prefill_step_size=128))
+    num_calls = 3 + 1 + 3  # parts, the last token alone, and each other one
+    assert pool.note().read_bytes and pool.ring.num_fetched <= len(cache) * num_calls
+    assert [slot.num_moved for slot in pool.ring.slots] == [0, 0]
+    assert cache[0].state[0].shape[2] == cache[0].offset  # anybody else gets them
+
+
+def test_copies_of_layers_on_disk_share_pages(options: Callable[..., KVOptions]) -> None:
+    conversations, token_bytes = [filled(options(step=16), (1000,))], 3 * 2 * 2 * 32 * 2
+    pool = conversations[0][0][0].pool
+    offload_all(pool)
+    for length in (1000, 900, 333):
+        conversations.append(copy.deepcopy(conversations[0]))
+        for entry in itertools.chain(*conversations[-1]):
+            entry.trim(entry.offset - length)
+    for seed in range(1, 5):
+        feed(*conversations[seed - 1], seed, 40)
+    usage = pool.note()
+    assert usage.disk_bytes == usage.written_bytes
+    assert 1000 <= usage.disk_bytes / token_bytes <= 1000 + 4 * 40 + 3 * 16, "and what does not fill a page"
+    del conversations[:3], entry
+    gc.collect()
+    feed(*conversations[0], 9, 16)
+    assert pool.note().disk_bytes <= (333 + 40 + 16) * token_bytes
+
+
+@pytest.mark.parametrize("goes_to_disk", [False, True])
+def test_shallow_copies_count_and_go_on_by_themselves(goes_to_disk: bool, options: Callable[..., KVOptions]) -> None:
+    first = filled(options(step=16), (40,))
+    pool = first[0][0].pool
+    if goes_to_disk:
+        offload_all(pool)
+    second = [copy.copy(entry) for entry in first[0]], copy.deepcopy(first[1])
+    assert {*pool.layers} == {*first[0], *second[0]}
+    for seed, caches in enumerate([first, second, copy.deepcopy(second)] * 2, 1):
+        feed(*caches, seed, 20)
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_an_interrupt_leaves_a_layer_right(offloads: bool, options: Callable[..., KVOptions]) -> None:
+    """In memory or on disk, with all tokens or without new ones, and all of its buffers counted."""
+    [first, *_], [other, *_] = filled(options(step=16), (40,))
+    rows, pool, ends = [rows_of(seed, 30, mx.float16) for seed in (1, 2)], first.pool, set[tuple[bool, int]]()
+    expected = other.update_and_fetch(*rows)
+    if not offloads:
+        offload_all(pool)
+    for number in itertools.count():
+        layer, strike = copy.copy(first), Tracer(number, ["kv/kvpool.py", "kv/disk.py"])
+        append = lambda layer=layer: (layer.update_and_fetch(*rows), layer.trim(35))  # noqa: E731
+        is_struck = strike.strike(layer.offload if offloads else append)
+        assert pool.note().reserved_bytes == sum(map(nbytes_in, pool.layers)) + pool.ring.nbytes
+        length = layer.offset
+        ends.add((layer.is_on_disk, length))
+        assert equal(layer.keys_and_values(), [part[..., :length, :] for part in expected]), strike.where
+        if length == 40:
+            assert equal(layer.update_and_fetch(*rows), expected), strike.where
+        if not is_struck:
+            break
+    assert number > 20 and len(ends) > 1

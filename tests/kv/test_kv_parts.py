@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
 from mlx_flash.engine.need import need
 from mlx_flash.engine.passes import waiting_bytes
-from mlx_flash.residency.ledger import Ledger
 from models import stock
 from saved_models import models_fixture
 from streamed import streamed_whole
@@ -148,28 +146,6 @@ def test_as_many_parts_share_a_pass_as_memory_allows(
     caches = make_prompt_cache(resident := stock(directory))
     logits = [resident(PROMPT[None, start : start + STEP], cache=caches) for start in range(0, LENGTH, STEP)]
     assert mx.array_equal(row.outputs[-1][:, -1], logits[-1][:, -1])
-
-
-def test_waiting_parts_are_added_up_about_once(
-    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not all that are left, before each of many passes."""
-    step, calls, part_waiting = 2, Counter[int](), Ledger.part_waiting
-    with streamed(directories("llama"), 2) as model:
-        row = model.row(PROMPT[None], model.make_cache(), step)
-        least = need(model.plan, [row.lane(len(row.left))]).total + model.plan.ledger.on_disk([LENGTH], step, 1)
-        each = part_waiting(model.plan.ledger, step, 1, LENGTH, on_disk=True)
-        model.plan = replace(model.plan, budget_bytes=least + 4 * each)
-
-        def counted(ledger: Ledger, num_new: int, batch_size: int, context: int, **others: Any) -> int:
-            calls[context] += 1
-            return part_waiting(ledger, num_new, batch_size, context, **others)
-
-        monkeypatch.setattr(Ledger, "part_waiting", counted)
-        while not row.is_done:
-            model.advance([row])
-        assert row.error is None and 8 < model.counters.num_passes < LENGTH // step
-        assert calls.total() < 3 * LENGTH // step
 
 
 def test_keys_and_values_that_do_not_fit_go_to_disk_in_the_shared_pass(directories: Callable[[str], Path]) -> None:

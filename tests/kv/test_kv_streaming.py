@@ -30,7 +30,6 @@ from mlx_flash import (
     DiskKVCache,
     FlashConfig,
     FlashLLM,
-    ReadError,
     WriteError,
     load_model,
 )
@@ -226,37 +225,6 @@ def test_a_full_disk_raises_before_the_call(offloaded: Any, monkeypatch: pytest.
     assert bool(mx.isfinite(model(PROMPT[None, :STEP], cache=cache)).all())
 
 
-def test_a_read_ahead_that_failed_is_repeated_by_the_next_call(
-    offloaded: Any, monkeypatch: pytest.MonkeyPatch, directories: Any
-) -> None:
-    """At the end of a call the first layer is read ahead. The disk fails then, and works again before the next call."""
-    model, cache = offloaded
-    theirs = stock(directories("llama"))
-    other, ring, real = make_prompt_cache(theirs), model.kv.ring, os.preadv
-    generated(theirs, 2, prompt_cache=other)
-    hand_out, failed = ring._hand_out, []
-
-    def fails(fd: int, buffers: Any, offset: int) -> int:
-        if _is_kv(fd):
-            failed.append(fd)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, buffers, offset)
-
-    def hand_out_last(disk: Any, *rest: Any) -> Any:
-        if disk is cache[-1].disk:
-            patch.setattr(os, "preadv", fails)
-        return hand_out(disk, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ring, "_hand_out", hand_out_last)
-        mx.eval(model(PROMPT[None, :1], cache=cache), theirs(PROMPT[None, :1], cache=other))
-        for ticket in [slot._reading[0] for slot in ring.slots if slot._reading is not None]:
-            with pytest.raises(ReadError):
-                ticket.wait()
-    assert failed
-    assert mx.array_equal(model(PROMPT[None, 1:2], cache=cache), theirs(PROMPT[None, 1:2], cache=other))
-
-
 def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
     directories: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,10 +255,6 @@ def test_a_pass_that_cannot_be_undone_costs_its_cache_alone(
         assert same(generated(model), generated(stock(directory)))
         with pytest.raises(CacheError, match="Hint: start again with a fresh prompt cache"):
             model(PROMPT[None, :1], cache=caches[0])
-
-
-def _is_kv(fd: int) -> bool:
-    return Path(f"/proc/self/fd/{fd}").readlink().suffix == ".kv"
 
 
 def test_files_are_removed_with_a_model_that_is_not_closed(directories: Callable[[str], Path], tmp_path: Path) -> None:

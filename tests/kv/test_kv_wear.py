@@ -38,15 +38,6 @@ def test_bytes_are_counted_for_the_session_the_day_and_ever(tmp_path: Path) -> N
     assert counted(tomorrow) == (1, 1, 126)
 
 
-def test_a_session_goes_on_past_midnight(tmp_path: Path) -> None:
-    now = [1e9]
-    running = WriteGovernor(tmp_path, gb_per_day=1, clock=lambda: now[0])
-    assert running.claim(GB) and not running.claim(1)
-    now[0] += DAY
-    assert not running.claim(GB + 1)
-    assert counted(running) == (GB, 0, GB)
-
-
 def test_the_cap_is_kept_to_the_byte(tmp_path: Path) -> None:
     capped = governor(tmp_path)
     assert capped.claim(GB - 1) and not capped.claim(2) and capped.claim(1)

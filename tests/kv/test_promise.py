@@ -9,14 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from kv_settings import adding
 from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.engine.call import Lane, Row
 from mlx_flash.engine.need import check_least
-from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from zoo import configuration
@@ -76,26 +74,3 @@ def test_smallest_budget_has_room_for_the_tokens_of_a_prompt(tmp_path: Path, nam
         left, num_left = row.left, len(row.left)
         model.advance([row])
         assert isinstance(row.error, BudgetError) and row.left is left and len(left) == num_left
-
-
-def test_caches_have_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
-    """Layers are offloaded before a call takes memory."""
-    options = KVOptions(step=16, budget_bytes=0, directory=tmp_path, max_context_length=512)
-    caches = make_caches([KVCache() for _ in range(4)], options)
-    pool, sizes = caches[0].pool, [2 * 2 * 32 * 4] * 4
-    layers = [Layers(size, num_new=512) for size in sizes]
-    one, two = (KVLedger(options, layers, 64, commits_lazily=False).least_with(slots) for slots in (1, 2))
-    assert one < two
-    seen: list[mx.array] = []
-    for start in range(0, 512, 64):
-        limit = two if start < 256 else one
-        assert pool.admit(adding(caches, 64, 64, sizes), limit) == 0
-        assert pool.memory_bytes + pool.under_way_bytes * bool(pool.on_disk) <= limit
-        rows = mx.random.normal((1, 2, 64, 32))
-        seen.append(rows)
-        for cache in caches:
-            keys, _ = cache.update_and_fetch(rows, rows)
-            assert bool(mx.array_equal(keys, mx.concatenate(seen, axis=2)))
-            assert pool.memory_bytes <= limit
-    assert len(pool.ring.slots) == 1 or not pool.on_disk
-    pool.close()

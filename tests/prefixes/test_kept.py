@@ -26,21 +26,6 @@ from mlx_flash.server.request import GenerationRequest
 from served import LONG, Answer, Served, serving, stock_serving, turn
 from served import model as model  # a fixture
 
-LAYERS = 4
-TOKEN_BYTES = 2 * 2 * 32 * 2
-"""Bytes of a token in a layer: keys and values of two heads of 32 numbers of 16 bits."""
-
-
-def copies(tokens: int, num: int = 1) -> int:
-    """Return the bytes of so many tokens in every layer, each with one more behind it."""
-    return (tokens + num) * TOKEN_BYTES * LAYERS
-
-
-def served_copies(tokens: int, num: int = 1) -> int:
-    """Return the same for the model that is served, whose heads have 16 numbers."""
-    return copies(tokens, num) // 2
-
-
 QUESTIONS = ("Tell me of the sea", "And of the sky, please", "Who are you?")
 
 
@@ -67,7 +52,8 @@ def test_kept_conversations_are_shortened_and_continued(model: str, expected: li
     with serving(model, **settings) as mine:  # mlx-lm's batches keep mlx-lm's caches
         answers = [mine.ask(*turn(text)) for text in QUESTIONS]
         assert len(lengths(mine)) == 3 and {type(entry) for cache in mine.kept for entry in cache} == {DiskKVCache}
-        assert mine.pool.memory_bytes < served_copies(sum(lengths(mine)), 20)  # no room for more tokens
+        token_bytes = 4 * 2 * 2 * 16 * 2  # four layers of keys and values of two heads of 16 numbers
+        assert mine.pool.memory_bytes < (sum(lengths(mine)) + 20) * token_bytes  # no room for more tokens
         answers.append(mine.ask(*turn("Why?", *turn(QUESTIONS[0]), said(answers[0]))))
         answers.append(mine.ask(*turn("And now?"), seed=3))
         assert answers == expected[:5]

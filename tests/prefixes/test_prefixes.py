@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import logging
 import shutil
 import tempfile
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import BatchGenerator, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -32,7 +31,7 @@ from mlx_flash.monitor.words import size
 from mlx_flash.prefixes import prefixcache
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import PrefixStore, clear_prefixes, list_prefixes
-from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, same_bits, save, stock
+from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from prefix_runs import PROMPT, STEP, Logits, config_of, generated, loaded, restored
 from saved_models import model_fixture
 
@@ -229,28 +228,6 @@ def test_speculative_decoding(llama: Path, tmp_path: Path) -> None:
             assert run(model) == expected and bool(restored(model)) == again
 
 
-def test_batches_of_one_are_remembered_and_others_are_right(llama: Path) -> None:
-    """mlx-lm's server makes a batch of every request."""
-
-    def run(model: Any, *prompts: list[int]) -> list[list[int]]:
-        generator = BatchGenerator(model, prefill_step_size=STEP, stop_tokens=[])
-        uids = generator.insert([list(p) for p in prompts], max_tokens=[6] * len(prompts))
-        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-        while any(len(found) < 6 for found in tokens.values()):
-            for response in generator.next()[1]:
-                tokens[response.uid].append(response.token)
-        generator.close()
-        return [tokens[uid] for uid in uids]
-
-    one, two = PROMPT, list(range(300))
-    expected = run(stock(llama), one), run(stock(llama), one, two)
-    for again in (False, True):
-        with loaded(llama) as model:
-            assert run(model, one) == expected[0] and bool(restored(model)) == again
-            count = restored(model)
-            assert run(model, one, two) == expected[1] and restored(model) == count
-
-
 def test_a_cache_that_came_from_elsewhere_is_not_taken_for_another(llama: Path) -> None:
     reference = stock(llama)
     with loaded(llama) as model:
@@ -269,20 +246,6 @@ def test_a_cache_that_came_from_elsewhere_is_not_taken_for_another(llama: Path) 
         count = restored(model)
         generated(model, PROMPT[300:], prompt_cache=mixed)
         assert count and restored(model) == count
-
-
-def test_callers_in_c_get_logits_of_a_known_prompt(llama: Path) -> None:
-    """The statement drops what ``extend`` returns, not the logits."""
-    first_run(llama)
-    tokens, reference = mx.array([PROMPT[:STEP]]), stock(llama)
-    expected = reference(tokens, cache=make_prompt_cache(reference))
-    with loaded(llama) as model:
-        outputs: list[mx.array] = []
-        outputs.extend(map(model, [tokens], [make_prompt_cache(model)]))
-        outputs.extend(map(lambda t: model(t, cache=make_prompt_cache(model)), [tokens]))  # noqa: C417
-        assert same_bits(outputs, [expected, expected]) and restored(model) == 0
-        model(tokens, cache=make_prompt_cache(model))
-        assert restored(model) == STEP
 
 
 # --- what shares nothing ----------------------------------------------------------------------------------------------
@@ -377,19 +340,6 @@ def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> N
     with loaded(llama, **frugal) as model:
         assert same(generated(model), expected) and restored(model) == 0
     assert list_prefixes(prefix_directory()) == []
-
-
-def test_settings_limit_the_cache_and_the_writes_of_a_day(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Four prompts of 0.7 MB each. A cap that is reached is told once."""
-    with loaded(llama, kv_prefix_gb=0.001, ssd_write_gb_per_day=0.002) as model, caplog.at_level(logging.WARNING):
-        for i in range(4):
-            generated(model, [i, *PROMPT], num=1)
-        assert model.prefixes is not None and model.prefixes.store.flush()
-        told, stored = model._life.governor.telemetry(), model.prefixes.store.telemetry()["stored"]
-    assert 1_000_000 < (told["day_bytes"] or 0) <= 2_000_000 == told["day_limit_bytes"] and told["refused_bytes"]
-    assert caplog.text.count("ssd_write_gb_per_day") == 1
-    (kept,) = list_prefixes(prefix_directory())
-    assert kept.pages < stored and kept.nbytes <= 1_000_000
 
 
 def test_by_default_nothing_is_remembered(llama: Path) -> None:

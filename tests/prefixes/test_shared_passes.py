@@ -21,34 +21,7 @@ from prefix_runs import PROMPT, STEP, generated, loaded, restored
 from saved_models import model_fixture
 from zoo import configuration
 
-PROMPTS = [PROMPT, PROMPT[::-1]]
-
 llama = model_fixture(NARROW_LLAMA | {"num_hidden_layers": 2})
-
-
-def test_an_interrupted_pass_keeps_what_was_restored_before_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loaded(llama) as model:
-        for prompt in PROMPTS:
-            generated(model, prompt, num=1)
-    with loaded(llama) as model:
-        rows = [model.row(mx.array([prompt]), model.make_cache(), STEP) for prompt in PROMPTS]
-        model.start()
-        passes, failed = model._life.passes, []
-
-        def run(*args: object) -> list[object]:
-            failed.append(before(*args))
-            raise KeyboardInterrupt
-
-        before = passes.run
-        monkeypatch.setattr(passes, "run", run)
-        with pytest.raises(KeyboardInterrupt):
-            model.advance(rows)
-        assert failed and rows[0].num_restored == rows[1].num_restored > STEP
-        monkeypatch.undo()
-        while not all(row.is_done for row in rows):
-            model.advance(rows)
-        assert rows[0].num_restored == rows[1].num_restored > STEP
-        assert all(isinstance(row.outputs[0], mx.array) for row in rows)
 
 
 def streamed(folder: Path, mode: str = "exact", **settings: Any) -> FlashLLM:
@@ -83,15 +56,6 @@ def test_parts_of_a_prompt_share_a_pass(llama: Path, kv_cache: str) -> None:
             assert restored(model) == len(PROMPT) - 1 and same(found, expected)
 
 
-def test_parts_that_are_cached_are_not_computed(llama: Path) -> None:
-    """Of two prompts with two common parts."""
-    other = [*PROMPT[: 2 * STEP], *reversed(PROMPT[2 * STEP :])]
-    with streamed(llama) as model:
-        computed(model, PROMPT)
-    with streamed(llama) as model:
-        assert same(computed(model, other), generated(stock(llama), other, num=3)) and restored(model) == 2 * STEP
-
-
 def test_parts_after_one_that_was_cut_are_found_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget had room for smaller parts only, both times."""
     choose = Passes.choose
@@ -112,7 +76,7 @@ WINDOWS = GEMMA3 | {"num_hidden_layers": 3, "sliding_window": 300}
 HYBRID = configuration("qwen3_next") | {"num_hidden_layers": 4, "full_attention_interval": 2}
 
 
-@pytest.mark.parametrize("config", [WINDOWS, MAMBA2, HYBRID], ids=["windows", "states", "hybrid"])
+@pytest.mark.parametrize("config", [NARROW_LLAMA, WINDOWS, MAMBA2, HYBRID], ids=["rows", "windows", "states", "hybrid"])
 def test_states_are_kept_after_each_part(tmp_path: Path, config: dict[str, Any]) -> None:
     """They share a pass. Another prompt goes on after two common parts, whichever way either is computed."""
     folder = save(tmp_path / "model", config | {"vocab_size": 1000})

@@ -19,8 +19,8 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
-from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
-from mlx_flash.compat.generation import stock_generate_step, stock_speculative_generate_step
+from mlx_flash import BudgetError, DiskKVCache, FlashLLM, load_model
+from mlx_flash.compat.generation import stock_speculative_generate_step
 from mlx_flash.engine.call import Row
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import speculative_generate_step
@@ -33,18 +33,17 @@ from mlx_flash.speculation import (
     Acceptance,
     Guesses,
     Lookup,
-    Source,
     Times,
     worth_guessing,
 )
-from models import LLAMA, build, computed, guessed, same_bits, save, stock
-from oracle import Oracle, on_a_machine, with_room
+from models import LLAMA, build, computed, guessed, save, stock
+from oracle import Oracle, with_room
 from oracle import free_rows as free_rows  # a fixture
 from own_heads import ALONE, NAMES, config_of, save_with_head, streamed_with_head
 from saved_models import model_fixture
 from shared_passes import MODELS, STEP, Directories, Tokens, alone, check_equal
 from shared_passes import directories as directories  # a fixture
-from streamed import LARGE_GB, config, failing_once, streamed_whole
+from streamed import LARGE_GB, config, streamed_whole
 from zoo import configuration
 
 PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
@@ -88,22 +87,6 @@ def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directori
         assert model.counters.num_passes < NUM_TOKENS / 2
 
 
-def test_a_model_in_memory_guesses_nothing(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine(monkeypatch, 0.1, 0.16)
-    with streamed_whole(directories("mamba2")) as model:
-        streamed(with_room(model))
-        assert model.counters.num_guessed == 0
-
-
-def arrays_of(cache: list[Any]) -> list[mx.array]:
-    """Return what a cache holds, without the room behind the tokens."""
-    found: list[Any] = []
-    for entry in cache:
-        whole = entry.keys_and_values() if hasattr(entry, "keys_and_values") else entry.cache
-        found += [array for item in whole for array in (item if isinstance(item, list | tuple) else [item])]
-    return found
-
-
 def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
     directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,38 +102,6 @@ def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
         assert model.counters.num_guessed == 0
     told = [record.message for record in caplog.records if "no tokens are guessed" in record.message]
     assert [line.partition(": ")[2] for line in told] == ["keys and values are on disk", "speculation is switched off"]
-
-
-def test_a_quantized_cache(directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that was quantized before goes on in rows; ``kv_bits`` itself is left to mlx-lm's loop."""
-
-    def prepared(model: Any) -> list[Any]:
-        cache = make_prompt_cache(model)
-        model(mx.array([[7, 8, 9, 10]]), cache=cache)
-        return [entry.to_quantized(group_size=32, bits=8) for entry in cache]
-
-    plain = stock(directories("llama"))
-    expected = by_mlx_lm_from(plain, prepared(plain))
-    by_oracle(monkeypatch, expected)
-    with streamed_whole(directories("llama")) as model:
-        check_equal(streamed(with_room(model), prompt_cache=prepared(model)), expected)
-        assert model.counters.num_right > 0
-
-
-def by_mlx_lm_from(model: Any, cache: list[Any]) -> Tokens:
-    return list(stock_generate_step(mx.array(PROMPT), model, max_tokens=NUM_TOKENS, prompt_cache=cache))
-
-
-def test_a_failed_read_puts_every_cache_back(directories: Directories, free_rows: None) -> None:
-    """Also those that cannot be trimmed: a window and recurrent states."""
-    for name in ("gemma3", "mamba2", "qwen3_next"):
-        with streamed_whole(directories(name)) as model:
-            cache = make_prompt_cache(with_room(model))
-            computed(model, mx.array([PROMPT]), cache)
-            before = [mx.array(array) for array in arrays_of(cache)]
-            with failing_once(model), pytest.raises(ReadError, match="unplugged"):
-                guessed(model, [1, 2, 3], cache)
-            assert same_bits(arrays_of(cache), before)
 
 
 def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None:
@@ -336,24 +287,17 @@ def _latest(text: list[int], length: int) -> int | None:
     return None
 
 
-class Fixed(Source):
+class Fixed(Oracle):
     """A source whose guesses are right, or never are."""
 
     def __init__(self, text: list[int], *, is_right: bool, guess_seconds: float = 0.0) -> None:
-        self.guess_seconds = guess_seconds
-        self.expected = dict[int, float]()
-        self.num_asked = 0
-        self._text, self._at, self._wrong = text, 0, int(not is_right)
-
-    def add(self, token: int) -> None:
-        self._at += 1
-
-    def look(self) -> int:
-        return 1
+        super().__init__(text)
+        self._text = [token + (not is_right) for token in text]
+        self.guess_seconds, self.num_asked = guess_seconds, 0
 
     def guess(self, number: int) -> list[int]:
         self.num_asked += 1
-        return [token + self._wrong for token in self._text[self._at : self._at + number]]
+        return super().guess(number)
 
 
 def passes_of(text: list[int], guesses: Guesses, times: Times) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -353,29 +351,6 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
-
-
-def test_failing_reads_fail_one_call_only(
-    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = checkpoint.pool(6, reader)
-    first = checkpoint.rows[STACKED][0][0].offset
-    is_broken, real = [True], os.preadv
-
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fails = is_broken[0]
-        if fails and offset != first:
-            time.sleep(0.1)
-        if fails:
-            raise OSError(errno.EACCES, "not now")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(prefetcher_module.os, "preadv", preadv)
-    with pytest.raises(ReadError, match="not now"):
-        bring(pool, 0, 0, 1, 2)
-    is_broken[0] = False
-    bring(pool, 0, 0, 1, 2)
-    assert all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in range(3))
 
 
 def test_arrived_experts_are_used_before_late_ones(

@@ -58,6 +58,7 @@ def test_a_slot_keeps_its_weights_until_they_are_used(
         unit = call % num_units
         stream.acquire(unit)
         assert stream.units[unit].slot.arena.memory[0] == unit
+        assert {slot.unit.number for slot in stream._slots if slot.held and slot.unit} <= {unit, *waiting.values()}
         if is_ahead:
             waiting[number] = unit
             stream.release(unit, partial(computed, number, unit))

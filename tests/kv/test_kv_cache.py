@@ -28,6 +28,7 @@ from mlx_flash.errors import BudgetError, ClosedError, ReadError
 from mlx_flash.kv import kvledger as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import KVPool, PooledCache
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_flash.kv.options import KVOptions
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.views import CacheViews, SharedEntryError
 from mlx_flash.layout.reachable import arrays_in
 

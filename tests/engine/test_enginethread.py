@@ -144,6 +144,21 @@ def test_an_interrupt_of_its_start_leaves_no_second_thread(monkeypatch: pytest.M
     assert len(started) > 3 and not is_struck
 
 
+def test_further_interrupts_come_after_the_work_was_undone() -> None:
+    done = list[str]()
+
+    def put_back() -> None:
+        for _ in range(10):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+
+    with signal_after(0.05), pytest.raises(Struck):
+        try:
+            run(working(done, "first", put_back=put_back))
+        finally:
+            assert done == ["first undone"]
+
+
 def test_a_second_interrupt_leaves_and_what_is_asked_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it takes too long to undo the work."""
     monkeypatch.setattr(enginethread, "UNDONE_SECONDS", 0.01)

@@ -10,10 +10,8 @@ import gc
 import itertools
 import math
 import os
-import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,18 +153,7 @@ def short(real: Preadv) -> Preadv:
     return lambda fd, buffers, offset: real(fd, [memoryview(buffers[0])[:4096]], offset)
 
 
-def slow(real: Preadv) -> Preadv:
-    """Reads of which one in eight takes long, and one takes seconds."""
-    dice, numbers = random.Random(5), itertools.count()
-
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        time.sleep(2.0 * (next(numbers) == 7) + 0.02 * (dice.random() < 1 / 8))
-        return real(fd, buffers, offset)
-
-    return preadv
-
-
-HARMLESS = {"short": short, "slow": slow, "EIO once": failing(errno.EIO, lambda number, _: number == 7)}
+HARMLESS = {"short": short, "EIO once": failing(errno.EIO, lambda number, _: number == 7)}
 FAILURES = {
     "EIO always": failing(errno.EIO, lambda number, _: number >= 7),
     "EIO in a range": failing(errno.EIO, lambda _, offset: 200_000 <= offset < 900_000),

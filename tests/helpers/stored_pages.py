@@ -42,24 +42,22 @@ PAGE_BYTES = len(page_of("1" * 64, blobs(TOKENS[:STEP])))
 """Of the file of a page of :func:`blobs`."""
 
 
-def put(
-    store: PrefixStore, tokens: Sequence[int], pages: Sequence[int] | None = None, nbytes: int = 1000
-) -> list[bool]:
+def put(store: PrefixStore, tokens: Sequence[int], pages: Sequence[int] | None = None) -> list[bool]:
     """Puts the pages of a sequence and waits until they are written."""
     numbers = range(len(tokens) // STEP) if pages is None else pages
-    taken = [bool(store.put(tokens, i, blobs(tokens[: (i + 1) * STEP], nbytes))) for i in numbers]
+    taken = [bool(store.put(tokens, i, blobs(tokens[: (i + 1) * STEP]))) for i in numbers]
     assert store.flush(60)
     return taken
 
 
-def read_all(store: PrefixStore, tokens: Sequence[int], prefix: Prefix, nbytes: int = 1000) -> int:
+def read_all(store: PrefixStore, tokens: Sequence[int], prefix: Prefix) -> int:
     """How many pages of a prefix are there; whatever is there must be right."""
     assert prefix.num_tokens == STEP * len(prefix.pages) == STEP * len(prefix.ends)
     for i, page in enumerate(prefix.pages):
         found = read(store, page)
         if found is None:
             return i
-        assert found == {name: blob.data for name, blob in blobs(tokens[: (i + 1) * STEP], nbytes).items()}
+        assert found == {name: blob.data for name, blob in blobs(tokens[: (i + 1) * STEP]).items()}
     return len(prefix.pages)
 
 

@@ -20,7 +20,6 @@ class FakeTicket:
         self.cancelled = False
         reader.num_started += 1
         reader.in_flight.add(self)
-        reader.started.append(unit)
 
     def done(self) -> bool:
         return self not in self.reader.in_flight
@@ -56,7 +55,6 @@ class FakeReader:
         self.is_quick = False
         self.num_started = 0
         self.failing: set[int] = set()
-        self.started: list[int] = []
         self.in_flight: set[FakeTicket] = set()
 
     def prepare(self, segments: Any) -> int:

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock_cache
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from faulty import Disk
 from interrupt_points import Tracer
@@ -29,12 +29,11 @@ from mlx_flash.kv import kvledger as kv_options
 from mlx_flash.kv import ring
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVOptions
-from mlx_flash.kv.kvpool import KVPool, PooledCache
+from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.prefixes.leaves import RowLeaf
 from mlx_flash.storage.prefetcher import RangeReader
-from models import LLAMA, build
 
 __all__ = ["little_under_way"]
 
@@ -393,20 +392,6 @@ def test_a_closed_pool_raises(options: Callable[..., KVOptions]) -> None:
     mine[0].pool.close()
     with pytest.raises(ClosedError, match="make new ones"):
         feed(mine, theirs, 1, 1)
-
-
-def test_a_cache_that_is_copied_alone_copies_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or copying the caches of a list one by one would copy each layer once for each of them."""
-    forked, fork = list[Any](), PooledCache.copy_to
-    monkeypatch.setattr(PooledCache, "copy_to", lambda entry, group: forked.append(entry) or fork(entry, group))
-    model = build(LLAMA)
-    cache = make_caches(make_prompt_cache(model), KVOptions())
-    model(mx.array([[1, 2, 3]]), cache=cache)
-    copies = [copy.deepcopy(entry) for entry in cache]
-    assert len(forked) == len(copies) == len(cache)
-    assert len(copy.deepcopy(cache)) == len(cache) and len(forked) == 2 * len(cache)
-    expected = model(mx.array([[4]]), cache=copies)
-    assert mx.array_equal(model(mx.array([[4]]), cache=cache), expected)
 
 
 def test_nothing_is_read_for_mlx_lm_to_evaluate(options: Callable[..., KVOptions]) -> None:

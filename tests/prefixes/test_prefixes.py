@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import shutil
 import tempfile
 import time
@@ -340,6 +341,19 @@ def test_zero_write_mode_uses_what_is_there_and_writes_nothing(llama: Path) -> N
     with loaded(llama, **frugal) as model:
         assert same(generated(model), expected) and restored(model) == 0
     assert list_prefixes(prefix_directory()) == []
+
+
+def test_settings_limit_the_cache_and_the_writes_of_a_day(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Four prompts of 0.7 MB each. A cap that is reached is told once."""
+    with loaded(llama, kv_prefix_gb=0.001, ssd_write_gb_per_day=0.002) as model, caplog.at_level(logging.WARNING):
+        for i in range(4):
+            generated(model, [i, *PROMPT], num=1)
+        assert model.prefixes is not None and model.prefixes.store.flush()
+        told, stored = model._life.governor.telemetry(), model.prefixes.store.telemetry()["stored"]
+    assert 1_000_000 < (told["day_bytes"] or 0) <= 2_000_000 == told["day_limit_bytes"] and told["refused_bytes"]
+    assert caplog.text.count("ssd_write_gb_per_day") == 1
+    (kept,) = list_prefixes(prefix_directory())
+    assert kept.pages < stored and kept.nbytes <= 1_000_000
 
 
 def test_by_default_nothing_is_remembered(llama: Path) -> None:

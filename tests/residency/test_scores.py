@@ -133,13 +133,6 @@ def test_a_token_with_many_quantized_keys_takes_no_more_than_counted(
     assert 0 < peak <= checked[-1]
 
 
-def test_more_scores_are_stored_with_sinks() -> None:
-    plain = AttentionCall(8, 2, 64, 64, mx.float32, "causal")
-    with_sinks = AttentionCall(8, 2, 64, 64, mx.float32, "causal", has_sinks=True)
-    assert bytes_per_pair([]) == 0
-    assert bytes_per_pair([plain, with_sinks]) == bytes_per_pair([with_sinks]) > bytes_per_pair([plain])
-
-
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """Start with an empty cache folder, and return what forgets the trials of this process."""

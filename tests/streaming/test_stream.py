@@ -25,17 +25,6 @@ def test_a_cycle_is_predicted_and_every_byte_read_once(num_units: int, num_slots
     assert reader.num_started == num_passes * num_units + min(num_slots, num_units)
 
 
-def test_recovery_lets_go_of_what_is_held_and_keeps_the_rest() -> None:
-    stream, _, _ = make_stream(3, 3)
-    for unit in range(3):
-        stream.acquire(unit)
-        stream.release(unit)
-    stream.acquire(0)
-    stream.recover()
-    assert not stream.holds_units and not stream.units[0].is_in_slot
-    assert stream.units[1].is_in_slot and stream.units[2].is_in_slot
-
-
 @given(num_units=st.integers(0, 60), num_slots=st.integers(1, 6))
 def test_neighbours_are_in_different_slots(num_units: int, num_slots: int) -> None:
     turns = take_turns(num_units, num_slots)

@@ -176,14 +176,18 @@ def add_to_a_cache() -> None:
 
 
 def test_a_failed_computation_leaves_its_slot_to_the_recovery() -> None:
+    """And the other slots to their units."""
     stream, _, _ = make_stream(3, 3)
+    for unit in range(3):
+        stream.acquire(unit)
+        stream.release(unit)
     stream.acquire(0)
     stream.release(0, raise_error)
     with pytest.raises(RuntimeError):
         stream.acquire(1)
     assert stream.holds_units
     stream.recover()
-    assert not stream.holds_units and not stream.units[0].is_in_slot
+    assert not stream.holds_units and [unit.is_in_slot for unit in stream.units] == [False, True, True]
     stream.acquire(0)
     stream.release(0)
 

@@ -108,6 +108,7 @@ def test_budgets_that_change_add_nothing_to_what_models_need(directory: Path, mo
             manager.set_ram_budget(budget_gb)
             for model in (first, second):
                 model.start()
+                assert model.plan.budget_bytes == round(budget_gb * 1e9)
             assert manager.least_budget == least
 
 

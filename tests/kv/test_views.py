@@ -62,6 +62,16 @@ def test_calls_are_taken_back(entry: ArraysCache, order: str, num_kept: int) -> 
     assert values(entry) == [1 + 10 * num_kept, 2 + 10 * num_kept]
 
 
+def test_a_state_that_is_replaced_twice_needs_an_order(entry: ArraysCache) -> None:
+    """After the observer got it."""
+    views = [views[0] for views in CacheViews([entry], [1, 1], Checkpoints()).views]
+    for index in (0, 0, 1):
+        views[0][index] = mx.array(5)
+    with pytest.raises(SharedEntryError):
+        views[0][0] = mx.array(6)
+    assert values(entry) == [5, 5]
+
+
 def pooled() -> Any:
     [entry] = make_caches([KVCache()], KVOptions())
     return entry

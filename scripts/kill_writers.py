@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from faulty import unfinished
-from writers import WRITERS, TinyModels, Writer, make_source
+from writers import WRITERS, Writer, make_source, tiny_models
 
 LIMIT_SECONDS = 60
 
@@ -90,7 +90,7 @@ def child(function: Callable[[], bool]) -> int:
     status = 1
     try:
         signal.alarm(LIMIT_SECONDS)
-        with TinyModels():
+        with tiny_models():
             status = int(not function())
     finally:
         if sys.exc_info()[0]:

@@ -29,7 +29,7 @@ from mlx_flash.storage.safetensors import TensorRecord, read_checkpoint
 from mlx_flash.streaming.stream import WeightStream
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 from streamed import streamed_on_disk
-from writers import WRITERS, DerivedCopy, Pack, Prefixes, TinyModels, Writer, make_source
+from writers import WRITERS, DerivedCopy, Pack, Prefixes, Writer, make_source, tiny_models
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
@@ -50,7 +50,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
         return folder
 
-    with TinyModels():
+    with tiny_models():
         yield make
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -49,13 +48,31 @@ POOLS = [(0, True), (0, False), (14, False), (9, True), (999, True), (999, False
 """Slots of the pool (the fewest, some, all), and whether rows are exact. Architectures take turns at three of them."""
 
 
+@pytest.fixture
+def in_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A back end that computes with contiguous stacks only."""
+    real = PooledStacks.__init__
+
+    def init(self: PooledStacks, *args: Any) -> None:
+        real(self, *args)
+        if isinstance(self.pool.slots, SlotArena):
+            self.takes_slots = [False] * len(self.takes_slots)
+
+    monkeypatch.setattr(PooledStacks, "__init__", init)
+
+
 @pytest.mark.parametrize(("number", "architecture"), list(enumerate(ARCHITECTURES)))
-def test_experts_stream_exactly(made: Any, number: int, architecture: tuple[str, str]) -> None:
+def test_experts_stream_exactly(made: Any, number: int, architecture: tuple[str, str], request: Any) -> None:
     """The pools of an architecture take turns at the two halves of the generations."""
     directory, expected = made(*architecture)
     for i, (pool_slots, exact_rows) in enumerate(POOLS[number % 2 :: 2], number):
         with streamed_whole(directory, pool_slots=pool_slots, exact_rows=exact_rows) as model:
             assert not difference_in(model, expected, TURNS[i % 2]), (pool_slots, exact_rows)
+            assert model.engine.experts.pool.stats.num_calls
+    request.getfixturevalue("in_stacks")
+    for pool_slots, turn in zip((9, 999), TURNS, strict=True):
+        with streamed_whole(directory, pool_slots=pool_slots, exact_rows=False) as model:
+            assert not difference_in(model, expected, turn), f"{pool_slots} slots in stacks"
             assert model.engine.experts.pool.stats.num_calls
 
 
@@ -79,32 +96,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return found[name]
 
     return get
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes every plan one with a pool of so many slots, and the rest in memory."""
-
-    def plan(pool_slots: int) -> None:
-        layouts: list[ModelLayout] = []
-
-        def spy(loaded: Any) -> ModelLayout:
-            layouts.append(make_layout(loaded))
-            return layouts[-1]
-
-        for module in ("prepare", "prepared"):
-            monkeypatch.setattr(f"mlx_flash.engine.{module}.make_layout", spy)
-            monkeypatch.setattr(
-                f"mlx_flash.engine.{module}.make_plan",
-                lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots),
-            )
-
-    return plan
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
 
 
 ONE_WAY, OTHER_WAY = [(0, True), (11, False), (999, True)], [(0, False), (11, True), (999, False)]
@@ -173,7 +164,7 @@ def test_what_needs_an_expert_is_computed_before_its_slot_goes(tiny: Any, monkey
 
 @pytest.mark.parametrize(("name", "pool_slots"), [("qwen3_moe", 4), ("qwen3_moe-4bit", 20)])
 def test_adapters_of_experts_equal_resident(
-    tiny: Any, tmp_path: Path, planned: Callable[[int], None], name: str, pool_slots: int
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pool_slots: int
 ) -> None:
     directory, plain = tiny(name)
     keys = [f"mlp.switch_mlp.{projection}" for projection in ("gate_proj", "down_proj")]
@@ -190,7 +181,18 @@ def test_adapters_of_experts_equal_resident(
     resident.eval()
     expected = trace(resident, CALLS)
     assert find_difference(plain, expected)
-    planned(pool_slots)
+    layouts: list[ModelLayout] = []  # of the model without adapters, and with them
+
+    def laid_out(loaded: Any) -> ModelLayout:
+        layouts.append(make_layout(loaded))
+        return layouts[-1]
+
+    for module in ("prepare", "prepared"):
+        place = f"mlx_flash.engine.{module}"
+        monkeypatch.setattr(
+            f"{place}.make_layout", lambda loaded: (layouts.append(make_layout(loaded)), layouts[-1])[1]
+        )
+        monkeypatch.setattr(f"{place}.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots))
     with mlx_flash.load_model(directory, config(), adapter_path=str(tmp_path))[0] as model:
         assert not find_difference(expected, trace(model, CALLS))
         small = [[p.name for p in stack.unit.small] for stack in model.layout.experts]
@@ -201,15 +203,11 @@ def test_adapters_of_experts_equal_resident(
     assert type(lora) is LoRASwitchLinear and type(lora.linear) in (SwitchLinear, QuantizedSwitchLinear)
 
 
-FAULTS = [(7, True), (24, True), (24, False)]
-"""Slots of the pool, and whether a prompt's experts go through it too."""
-
-
-@pytest.mark.parametrize(("pool_slots", "exact_rows"), FAULTS)
+@pytest.mark.parametrize(("pool_slots", "exact_rows"), [(7, True), (24, True), (24, False)])
 def test_disk_error_names_the_tensor_and_later_calls_work(
-    tiny: Any, disk: Disk, pool_slots: int, exact_rows: bool
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, pool_slots: int, exact_rows: bool
 ) -> None:
-    directory, _ = tiny("qwen3_moe")
+    (directory, _), disk = tiny("qwen3_moe"), Disk(monkeypatch)
     named = r"'model\.layers\.\d\.mlp\.switch_mlp\..*_proj\.weight' .* offset \d+.*/model\.safetensors: Input/output"
     chunks = ([3], [4], PROMPT, [5])
     expected = run(stock(directory), chunks)
@@ -245,35 +243,10 @@ def test_stack_with_a_shared_array_is_read_whole(tiny: Any, shape: tuple[int, ..
     assert names == ["model.layers.0.mlp.switch_mlp", "model.layers.2.mlp.switch_mlp"]
 
 
-# Pools whose slots are rows of stacks, for kernels that take no gaps between experts.
-
 TOKENS = [[(7 * i * i + 3 * i) % 1000] for i in range(24)]
 
 
-@pytest.fixture
-def in_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A back end that computes with contiguous stacks only."""
-    real = PooledStacks.__init__
-
-    def init(self: PooledStacks, *args: Any) -> None:
-        real(self, *args)
-        if isinstance(self.pool.slots, SlotArena):
-            self.takes_slots = [False] * len(self.takes_slots)
-
-    monkeypatch.setattr(PooledStacks, "__init__", init)
-
-
 quantized = model_fixture(QUANTIZED, mx.bfloat16, bits=4, header_shift=1)
-
-
-@pytest.mark.usefixtures("in_stacks")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_experts_in_stacks_stream_exactly(made: Any, architecture: tuple[str, str]) -> None:
-    directory, expected = made(*architecture)
-    for pool_slots, numbers in zip((9, 999), TURNS, strict=True):
-        with streamed_whole(directory, pool_slots=pool_slots, exact_rows=False) as model:
-            assert not difference_in(model, expected, numbers)
-            assert model.engine.experts.pool.stats.num_calls
 
 
 @pytest.mark.usefixtures("in_stacks")

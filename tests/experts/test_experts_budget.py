@@ -9,8 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
-from mlx_lm import utils as mlx_lm_utils
 
 import children
 import zoo
@@ -22,20 +20,15 @@ from mlx_flash.layout.parts import ExpertStack, ModelLayout
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.sizes import ExpertSizes, measure
 from models import QWEN3_MOE
+from saved_models import model_fixture
 from streamed import nbytes_of, streamed_whole
 from zoo.weights import VARIANTS, save
 
-MIXTURE = QWEN3_MOE | {
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "moe_intermediate_size": 384,
-    "num_experts": 20,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 2000,
-}
+MIXTURE = QWEN3_MOE | {"hidden_size": 512, "num_hidden_layers": 4, "moe_intermediate_size": 384, "num_experts": 20}
+MIXTURE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2000}
 """0.22 GB in fp32, of which 0.19 GB are experts."""
+
+directory = model_fixture(MIXTURE)
 
 
 def expected_bytes(stack: ExpertStack) -> int:
@@ -131,18 +124,6 @@ def generate(directory: Path, *more: int, **settings: Any) -> list[dict[str, Any
         assert told["planned"] <= told["budget"]
         assert told["peak"] <= told["budget"], f"{told['peak'] - told['budget']} bytes over"
     return found
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mx.random.seed(7)
-    path = tmp_path_factory.mktemp("mixture")
-    model_class, args_class = mlx_lm_utils._get_classes(MIXTURE)
-    model = model_class(args_class.from_dict(MIXTURE))
-    model.update(tree_map(lambda a: mx.random.uniform(-0.09, 0.09, a.shape), model.parameters()))  # as wide, sooner
-    mlx_lm_utils.save_model(path, model)
-    (path / "config.json").write_text(json.dumps(MIXTURE))
-    return path
 
 
 def test_mixture_stays_within_its_budget(directory: Path) -> None:

@@ -7,15 +7,17 @@ import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from fused import SMALL, STOCK_SANITIZE, sanitize, save_fused
+from fused import SMALL, sanitize, save_fused
 from mlx_flash import DiskKVCache
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import adopt_derived, list_copies
@@ -252,20 +254,17 @@ class Telemetry(Writer):
         return {"tokens": 3} in self.seen
 
 
-WRITERS = (
-    *(Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile),
-    *(Governor, Telemetry),
-)
+WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile, Governor, Telemetry)
 
 
-class TinyModels:
+@contextmanager
+def tiny_models() -> Iterator[None]:
     """While it lasts, mlx-lm computes parameters of :func:`make_source`'s model, and all files are small."""
-
-    def __enter__(self) -> None:
-        self._sizes = derived.LEAST_BYTES, probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES, tempfile.tempdir
-        llama.Model.sanitize, derived.LEAST_BYTES = sanitize, 1  # type: ignore[method-assign]
-        probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES = 1 << 20, 2 << 20
-
-    def __exit__(self, *_: object) -> None:
-        llama.Model.sanitize = STOCK_SANITIZE  # type: ignore[method-assign]
-        derived.LEAST_BYTES, probe.SAMPLE_BYTES, selftest.NUM_FILE_BYTES, tempfile.tempdir = self._sizes
+    with (
+        patch.object(llama.Model, "sanitize", sanitize),
+        patch.object(derived, "LEAST_BYTES", 1),
+        patch.object(probe, "SAMPLE_BYTES", 1 << 20),
+        patch.object(selftest, "NUM_FILE_BYTES", 2 << 20),
+        patch.object(tempfile, "tempdir", tempfile.tempdir),
+    ):
+        yield

@@ -12,7 +12,7 @@ import pytest
 from mlx_flash import cli
 from mlx_flash.files import PrivateFolder, make_private
 from mlx_flash.kv.disk import sessions_directory
-from writers import WRITERS, Pack, TinyModels, Writer, make_source
+from writers import WRITERS, Pack, Writer, make_source, tiny_models
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def write_everything(cache: Path, source: Path) -> list[Writer]:
 
 
 def test_no_file_can_be_used_by_others(cache: Path, tmp_path: Path) -> None:
-    with TinyModels():
+    with tiny_models():
         writers = write_everything(cache, make_source(tmp_path / "model"))
         session = PrivateFolder(sessions_directory())
     assert session.path.is_dir() and len(writers) == len(WRITERS) - len(CHOSEN)
@@ -70,7 +70,7 @@ def test_no_file_can_be_used_by_others(cache: Path, tmp_path: Path) -> None:
 def test_clearing_the_cache_leaves_nothing_but_the_count_of_writes(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with TinyModels():
+    with tiny_models():
         writers = write_everything(cache, make_source(tmp_path / "model"))
         for writer in writers:
             writer.let_go()

@@ -149,7 +149,7 @@ def open_reader(
     paths = paths if isinstance(paths, list) else [paths]
     reader = BackgroundPrefetcher(paths, direct=direct, read_size=read_size, queue_depth=queue_depth, arrival=arrival)
     _readers.append(reader)
-    return _readers[-1]
+    return reader
 
 
 # --- bytes -----------------------------------------------------------------------------

@@ -206,30 +206,25 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (folder / "evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))
         maps = {"AutoTokenizer": ["evil.T", "evil.T"], "AutoProcessor": "evil.P", "AutoImageProcessor": "evil.P"}
         file = folder / "tokenizer_config.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | {"tokenizer_class": "T", "processor_class": "P", "auto_map": maps}))
+        values = {"processor_class": "P", "auto_map": maps}
+        file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "T", **values}))
         for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
-            values = {"model_type": architecture, "processor_class": "P", "image_processor_type": "P", "auto_map": maps}
-            (folder / name).write_text(json.dumps(values))
+            (folder / name).write_text(json.dumps({"model_type": architecture, "image_processor_type": "P", **values}))
         return folder
 
     return make
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_code_of_a_processor_is_not_run(make: Any, tmp_path: Path, architecture: str) -> None:
+def test_code_of_a_processor_runs_only_if_it_is_trusted(make: Any, tmp_path: Path, architecture: str) -> None:
     folder = make(architecture)
     model: Any = SimpleNamespace(config=SimpleNamespace(eos_token_id=None))
     with contextlib.suppress(CheckpointError):  # some need it, others have all they need in mlx-vlm
         load_processor_of(folder, model)
     assert not (tmp_path / "ran").exists()
-
-
-def test_code_of_a_processor_runs_if_it_is_trusted(make: Any, tmp_path: Path) -> None:
-    folder = make("of no library")
-    model: Any = SimpleNamespace(config=SimpleNamespace(eos_token_id=None))
-    load_processor_of(folder, model, trust_remote_code=True)
-    assert (tmp_path / "ran").exists()
+    if architecture == "of no library":
+        load_processor_of(folder, model, trust_remote_code=True)
+        assert (tmp_path / "ran").exists()
 
 
 def test_mlx_vlm_alone_runs_the_code(make: Any, tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_a_days_writes_end_storing_for_the_day(opened: Opener, caplog: pytest.Lo
     assert len(caplog.records) == 1 and "gb_per_day" in caplog.text
     assert found(store, TOKENS) == 4 and stats(store)["refused_wear"] == 1
     now[0] += 24 * 3600
-    assert put(store, TOKENS) == [True] * 6
+    assert put(store, TOKENS) == [True] * 6 and found(store, TOKENS) == 6
 
 
 def test_a_directory_that_cannot_be_written_is_read(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -795,7 +795,7 @@ def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
     for. Those that were missing compute last.
     """
     machine, streaming, experts = weights.machine, plan.streaming, weights.sizes.experts
-    first = task.tokens(Reserve(1, CACHE_STEP))
+    first = task.tokens(Reserve(1, min(CACHE_STEP, plan.context_length)))
     unused = plan.room_bytes - first.kv.nbytes - first.activation_bytes
     lent = max(0, unused - plan.unlent_bytes)
     of_weights = min(lent, streaming.read_bytes)

@@ -138,9 +138,17 @@ def test_kv_max_tokens_are_the_last_ones_as_in_mlx_lm(directories: Callable[[str
         FlashConfig(kv_max_tokens=128, kv_keep=128)
 
 
-def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[str], Path]) -> None:
+UNDER_WAY_BYTES = KVOptions.under_way_bytes
+
+
+@pytest.mark.parametrize("context_length", [220, 100])
+def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, context_length: int
+) -> None:
+    """That of a context shorter than 256 tokens was said to be too small for 256."""
+    monkeypatch.setattr(KVOptions, "under_way_bytes", UNDER_WAY_BYTES)
     directory = directories("llama")
-    config = settings(directory)
+    config = settings(directory, context_length=context_length)
     too_small = replace(config, kv_ram_gb=1e-5)
     with pytest.raises(ConfigError, match=r"needs at least ([\d.]+)") as caught:
         prepare(directory, too_small)
@@ -149,7 +157,6 @@ def test_a_kv_ram_gb_that_is_too_small_names_the_minimum(directories: Callable[[
         assert same(generated(model), generated(stock(directory)))
 
 
-UNDER_WAY_BYTES = KVOptions.under_way_bytes
 LONG_PROMPT = mx.array([i * 7 % 300 for i in range(1150)])
 
 

@@ -15,7 +15,7 @@ from mlx_flash.kv.growth import Growth, update_growth
 from mlx_flash.kv.kvledger import NUM_SLOTS, KVLedger, KVOptions, Way
 from mlx_flash.kv.kvpool import Adding, KVPool, PooledCache
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
-from mlx_flash.memory.arena import active_memory, commits_lazily
+from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.residency.plan import MB, ResidencyPlan
 
@@ -133,12 +133,11 @@ class Need:
         ledger, together = self.plan.ledger, [lane.tokens for lane in lanes]
         if not (held := ledger.slots_held(together)):
             return 0
-        if commits_lazily() or any(lane.step for lane in lanes):
+        if any(lane.step for lane in lanes):
             return held
-        # one slot serves all, with room for the longest and for tokens to come, and MLX replaces it as a whole
-        longest = max(together, key=lambda new: new.context * new.batch_size)
-        slot = ledger.slot_held(longest, is_tight=False)
-        return max(slot, *[each.nbytes for each in self.pool.ring.slots]) * (len(together) - 1)
+        # one slot serves all, with room for the longest, and MLX replaces it as a whole
+        slots = [*map(ledger.slot_held, together), *[each.nbytes for each in self.pool.ring.slots]]
+        return max(slots) * (len(together) - 1)
 
 
 _NO_LAYERS = KVLedger(KVOptions(copies_slots=False), ())

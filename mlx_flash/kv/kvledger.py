@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_flash.errors import BudgetError
-from mlx_flash.memory.arena import HUGE_PAGE
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
 
 DEFAULT_STEP = 256  # tokens by which a cache grows, as in mlx-lm, and tokens of one page on disk
-CONTEXT_ALIGNMENT = 256
 
 NUM_SLOTS = 2  # buffers for layers on disk
 SLOT_PADDING = 6 * DIRECT_ALIGNMENT  # at most; arrays begin at a page, and there are six if rows are quantized
-LARGE_SLOT_BYTES = 16 << 20  # a slot of at least this size uses large pages, if memory is committed lazily
-ROOM_PART = 8  # a slot has additional room for this part of its tokens, if the context length is unset
-ROOM_TOKENS = 1024  # and it has at least room for so many
 COPY_ROOM_STEPS = 2  # steps of room in the copy of a slot at most: after a long trim, mlx-lm's cache has more
 
 WRITE_BEHIND_BYTES = 32 << 20  # the most bytes queued for writing; a call that adds more waits
@@ -44,18 +39,12 @@ class KVOptions:
     """Settings of the KV caches of one model."""
 
     step: int = DEFAULT_STEP  # tokens of a page, and by which caches in memory grow
-    max_context_length: int | None = None  # tokens that slots have room for; longer contexts still grow
     budget_bytes: int | None = None  # the most memory of all caches together; beyond it layers are offloaded to disk
     always_on_disk: bool = False  # whether layers go to disk with their first tokens, whatever the budget
     directory: Path | None = None  # in which a folder for files is created; None for the cache folder
     direct: bool = True  # whether reads bypass the page cache
     # Whether attention reads a copy of a slot in a buffer of mlx-lm's size: CUDA's choice of a kernel depends on that.
     copies_slots: bool = field(default_factory=has_own_memory)
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens that slots have room for; 0 when that is unset."""
-        return round_up(self.max_context_length or 0, CONTEXT_ALIGNMENT)
 
     def most_capacity(self, tokens: int) -> int:
         """Return the most tokens that the buffers of a cache in memory have room for while it holds so many at most."""
@@ -68,16 +57,9 @@ class KVOptions:
             return capacity
         return length + round_up(num_new, self.step)
 
-    def slot_tokens(self, tokens: int) -> int:
-        """Return the capacity of a slot for so many tokens."""
-        if 0 < tokens <= self.reserved_tokens:
-            return round_up(self.reserved_tokens, self.step)
-        return round_up(max(tokens, 1) + tokens // ROOM_PART, round_up(ROOM_TOKENS, self.step))
-
-    def slot_bytes(self, token_bytes: int, tokens: int, *, is_tight: bool) -> int:
-        """Return the most memory of a slot for a layer; if ``is_tight``, it takes none for tokens to come."""
-        capacity = round_up(tokens, self.step) if is_tight else self.slot_tokens(tokens)
-        return slot_memory(capacity * token_bytes + SLOT_PADDING)
+    def slot_bytes(self, token_bytes: int, tokens: int) -> int:
+        """Return the most memory of a slot for a layer."""
+        return round_up(tokens, self.step) * token_bytes + SLOT_PADDING
 
     def copy_bytes(self, token_bytes: int, tokens: int) -> int:
         """Return the most memory of the copy of a slot that attention gets, for so many tokens of a layer."""
@@ -100,11 +82,6 @@ class KVOptions:
 def queued_bytes(num_slots: int) -> int:
     """Return the most bytes queued for writing, given the buffers for layers on disk."""
     return WRITE_BEHIND_BYTES if num_slots > 1 else LEAST_WRITE_BEHIND_BYTES
-
-
-def slot_memory(nbytes: int) -> int:
-    """Return the most memory of a slot with so many bytes."""
-    return nbytes if nbytes < LARGE_SLOT_BYTES else nbytes + HUGE_PAGE
 
 
 class Layers(NamedTuple):
@@ -149,10 +126,8 @@ class KVLedger:
     options: KVOptions
     layers: Sequence[Layers]  # of all caches, and what a call, or several in lockstep, add to them
     step: int = 1  # how many of them go through the model at a time
-    slots_held: int = 0  # bytes that the slots of layers on disk take
-    slots_active: int = 0  # bytes that MLX counts as active for them
+    slots_held: int = 0  # bytes of the slots of layers on disk
     num_slots: int = NUM_SLOTS
-    commits_lazily: bool = True  # slots take memory as they are written to
     under_way_bytes: int = 0  # kept free for reads and writes of layers on disk
 
     @cached_property
@@ -163,7 +138,7 @@ class KVLedger:
     @property
     def active(self) -> int:
         """Bytes that MLX counts as active: of caches in memory, and of slots."""
-        return self.arrays + self.slots_active
+        return self.arrays + self.slots_held
 
     @cached_property
     def arrays(self) -> int:
@@ -214,8 +189,7 @@ class KVLedger:
 
     def _slots(self, sizes: Iterable[tuple[int, int]], num_slots: int) -> int:
         """Return the bytes of all slots, for layers of such sizes: bytes of a token, and tokens."""
-        is_tight = self.commits_lazily or num_slots == 1
-        return num_slots * max([self.options.slot_bytes(*each, is_tight=is_tight) for each in sizes], default=0)
+        return num_slots * max([self.options.slot_bytes(*each) for each in sizes], default=0)
 
     def _copy(self, sizes: Iterable[tuple[int, int]]) -> int:
         """Return the bytes of the copy of a slot that attention gets, for layers of such sizes."""

@@ -33,7 +33,6 @@ from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers, Way, no_room, que
 from mlx_flash.kv.owed import owing, own_kind
 from mlx_flash.kv.ring import SlotRing
 from mlx_flash.layout.reachable import Opaque
-from mlx_flash.memory.arena import commits_lazily
 from mlx_flash.memory.footprint import release_freed_memory
 
 
@@ -393,12 +392,8 @@ class KVPool(Opaque):
                 token_bytes = nbytes // max(capacity, 1)
             alike[token_bytes, length, capacity, is_on_disk, num_new] += 1
         layers = [Layers(*each)._replace(number=number) for each, number in alike.items()]
-        ring, sizes = self.ring, (0, 0)
-        if self.files.num_layers:  # else nothing was on disk, and no slot has memory
-            sizes = ring.held, ring.nbytes
-        return KVLedger(
-            self.options, layers, adding.step, *sizes, len(ring.slots), commits_lazily(), self.under_way_bytes
-        )
+        slots_held = self.ring.nbytes if self.files.num_layers else 0  # if nothing was on disk, no slot has memory
+        return KVLedger(self.options, layers, adding.step, slots_held, len(self.ring.slots), self.under_way_bytes)
 
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
@@ -488,7 +483,7 @@ class KVPool(Opaque):
                 for entry in self.layers
                 if not entry.is_on_disk and (vars(entry)["keys"] is not None or entry in coming)
             ]
-            if self.ring.held and not (layers and self.on_disk):
+            if self.ring.nbytes and not (layers and self.on_disk):
                 self.ring.release()  # it is not needed, or was larger for a longer context
             elif layers:
                 min(layers, key=lambda entry: (entry.group.used_at, _spread(entry.index), entry.index)).offload()

@@ -23,10 +23,10 @@ import numpy as np
 from mlx_flash.compat.arrays import address_of
 from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.kv.disk import DiskRows, RowBytes, RowLayout, segments
-from mlx_flash.kv.kvledger import COPY_ROOM_STEPS, LARGE_SLOT_BYTES, NUM_SLOTS, KVOptions, slot_memory
-from mlx_flash.memory.arena import Arena, commits_lazily, give_back, reserve, use_huge_pages
+from mlx_flash.kv.kvledger import COPY_ROOM_STEPS, NUM_SLOTS, KVOptions
+from mlx_flash.memory.arena import Arena
 from mlx_flash.memory.footprint import release_freed_memory
-from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
+from mlx_flash.memory.pagecache import round_up
 from mlx_flash.storage.prefetcher import Ticket
 
 
@@ -38,11 +38,8 @@ class Slot:
         self.capacity = 0  # tokens that there is room for, in the owner's layout
         self.handed_out = 0  # tokens of the owner in arrays that may still be in use
         self.used_at = 0.0  # seconds
-        self.touched = 0  # bytes written to since the memory was allocated
         self.num_moved = 0  # times that a pending computation kept the old memory
-        self._array: mx.array | None = None
         self._arena: Arena | None = None
-        self._is_large = False
         self._owner: weakref.ref[DiskRows] | None = None
         self._reading: tuple[Ticket, DiskRows] | None = None
 
@@ -61,28 +58,21 @@ class Slot:
         """Return whether the slot holds rows of this layer."""
         return self._owner is not None and self._owner() is rows
 
-    def assign(self, rows: DiskRows, capacity: int, most: int = 0) -> None:
-        """Empty the slot for some tokens of a layer; new memory is for ``most``. Wait first until nothing uses it."""
+    def assign(self, rows: DiskRows, capacity: int) -> None:
+        """Empty the slot for some tokens of a layer. Wait first until nothing uses it."""
         self.clear()
-        needed = rows.layout.slot_bytes(capacity)
-        if self.nbytes < needed:
+        if self.nbytes < rows.layout.slot_bytes(capacity):
             self.release()  # the old memory first, then the new
-            needed = max(needed, rows.layout.slot_bytes(most))
-            self._array = reserve((needed // DIRECT_ALIGNMENT + 1, DIRECT_ALIGNMENT), mx.uint8)
-            mx.eval(self._array)
-            self._arena, self.handed_out = Arena(needed, self._array), 0
+            self._arena = Arena(rows.layout.slot_bytes(capacity))
         self.claim()
-        if commits_lazily() and not self._is_large and rows.layout.slot_bytes(capacity) >= LARGE_SLOT_BYTES:
-            use_huge_pages(self.memory, at_once=False)
-            self._is_large = True
         self.capacity = capacity
         self._owner = weakref.ref(rows)
 
     def release(self) -> None:
         """Empty the slot, and free its memory."""
         self.clear()
-        if self._array is not None:
-            self._arena, self._array, self.handed_out, self.touched, self._is_large = None, None, 0, 0, False
+        if self._arena is not None:
+            self._arena, self.handed_out = None, 0
             release_freed_memory()
 
     def clear(self) -> None:
@@ -111,21 +101,17 @@ class Slot:
 
     def claim(self) -> None:
         """Make sure that no pending computation reads the memory. If one does, the slot moves, and is empty then."""
-        if not self.handed_out or self._array is None or self._arena is None:
+        if not self.handed_out or self._arena is None:
             return
-        nbytes, address = self._arena.nbytes, address_of(self._arena.memory)
+        nbytes, address, array = self._arena.nbytes, address_of(self._arena.memory), self._arena.array
         owner, self._owner = self._owner, None
         self._arena = None
-        array = self._array
         array[-1:, -1:] = mx.array(0, mx.uint8)  # the last byte is unused: an extra page of memory aligns the others
         mx.eval(array)
         self._arena, self.handed_out = Arena(nbytes, array), 0
         if address_of(self._arena.memory) != address:
             self.num_moved += 1
-            self._is_large = False
-            self.tokens = self.touched = 0
-            if commits_lazily():
-                give_back(array)  # a copy is committed as a whole
+            self.tokens = 0
         self._owner = owner
 
     def write(self, layout: RowLayout, rows: RowBytes, at: int) -> None:
@@ -141,7 +127,6 @@ class Slot:
     def hand_out(self, layout: RowLayout, length: int) -> list[mx.array]:
         """Return the first tokens as arrays, ``(batch, heads, length, width)``, that share the slot's memory."""
         assert self._arena is not None
-        self.touched = max(self.touched, slot_memory(layout.slot_bytes(self.capacity if self._is_large else length)))
         arrays = []
         for offset, component in zip(layout.slot_offsets(self.capacity), layout.components, strict=True):
             shape = (*component.shape, self.capacity, component.width)
@@ -169,13 +154,8 @@ class SlotRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that MLX counts as active for the slots."""
-        return sum([slot.nbytes for slot in self.slots])
-
-    @property
-    def held(self) -> int:
         """Bytes that the slots take."""
-        return sum([slot.touched for slot in self.slots]) if commits_lazily() else self.nbytes
+        return sum([slot.nbytes for slot in self.slots])
 
     def resize(self, num_slots: int) -> None:
         """Use so many slots from now on; the memory of others is freed."""
@@ -242,16 +222,11 @@ class SlotRing:
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empty a slot for a layer of so many tokens. In a pass that parts share it has no room for further ones."""
-        tokens = max(tokens, disk.expected)
-        most, least = self._options.slot_tokens(tokens), round_up(max(tokens, 1), self._options.step)
-        # Lazily committed large pages would be committed for the room behind each head too.
-        has_room = not commits_lazily() or disk.layout.slot_bytes(least) < LARGE_SLOT_BYTES
-        if len(self.slots) == 1 or disk.expected:  # memory is short
-            has_room, most = False, least
-        if disk.expected and slot.nbytes > disk.layout.slot_bytes(least):
+        """Empty a slot for a layer of so many tokens. In a pass that parts share it takes no more memory."""
+        capacity = round_up(max(tokens, disk.expected, 1), self._options.step)
+        if disk.expected and slot.nbytes > disk.layout.slot_bytes(capacity):
             slot.release()
-        slot.assign(disk, most if has_room else least, most)
+        slot.assign(disk, capacity)
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
         if slot.tokens < disk.paged_tokens:

@@ -118,18 +118,9 @@ def commits_lazily() -> bool:
     array = mx.ones((_PROBE_BYTES,), mx.uint8)
     mx.eval(array)
     before = footprint()
-    give_back(array)
+    uncommit(memory_of(array))
     gone = before - footprint()
     return gone > _PROBE_BYTES // 2 and not bool(array[_PROBE_BYTES // 2 :][:DIRECT_ALIGNMENT].any())
-
-
-def reserve(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Return zeros that are committed when written to, if the system can. For a moment all of them are committed."""
-    array = mx.zeros(shape, dtype)
-    if commits_lazily():
-        mx.eval(array)
-        give_back(array)
-    return array
 
 
 def untouched(num_rows: int, width: int) -> mx.array:
@@ -174,11 +165,6 @@ class _Nothing(io.RawIOBase):
         target[: len(head)] = head
         self._at += len(target)
         return len(target)
-
-
-def give_back(array: mx.array) -> None:
-    """Replace the whole pages inside an evaluated array by zeros that take no memory until they are written to."""
-    uncommit(memory_of(array))
 
 
 def uncommit(memory: memoryview) -> None:
@@ -238,8 +224,8 @@ class Arena:
         is_large = nbytes >= HUGE_PAGE  # not the rows of an embedding that a token looks up
         is_untouched = is_large and commits_lazily()
         make = untouched if is_untouched else _zeros
-        self._array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
-        everything = memory_of(self._array)
+        self.array = make(-(-nbytes // DIRECT_ALIGNMENT) + 1, DIRECT_ALIGNMENT) if pages is None else pages
+        everything = memory_of(self.array)
         self._start = _first_page(everything)
         self.nbytes = nbytes
         self.memory = everything[self._start : self._start + nbytes]  # at a multiple of ``DIRECT_ALIGNMENT``
@@ -258,7 +244,7 @@ class Arena:
         first = self._start + offset
         page, within = divmod(first, DIRECT_ALIGNMENT)
         last_page = -(-(first + size * dtype.size) // DIRECT_ALIGNMENT)
-        flat = self._array[page:last_page].view(dtype).reshape(-1)
+        flat = self.array[page:last_page].view(dtype).reshape(-1)
         index = within // dtype.size
         return flat[index : index + size].reshape(shape)  # of (), reshape(*shape) would crash
 

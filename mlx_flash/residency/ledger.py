@@ -88,7 +88,7 @@ class Ledger:
         """Return the memory of keys and values of sequences with every layer on disk, if so many come in a call."""
         rows, options = Counter(self.cache.rows).items(), self.options or KVOptions()
         layers = [Layers(row, num_new=n, number=number) for n in lengths for row, number in rows]
-        return KVLedger(options, layers, num_new, commits_lazily=False).least_with(num_slots)
+        return KVLedger(options, layers, num_new).least_with(num_slots)
 
     def rows_in_memory(self, tokens: int) -> int:
         """Return the most memory of keys and values that may go to disk, while they are in memory."""
@@ -156,11 +156,11 @@ class Ledger:
         sizes = [self.slot_held(new) for new in together]
         return sum(sizes) - min(sizes)
 
-    def slot_held(self, new: NewTokens, *, is_tight: bool = True) -> int:
+    def slot_held(self, new: NewTokens) -> int:
         """Return the bytes of such a slot; 0 where units are whole layers."""
         if not self.cut or self.options is None:
             return 0
-        return self.options.slot_bytes(self.cache.largest_row * new.batch_size, new.context, is_tight=is_tight)
+        return self.options.slot_bytes(self.cache.largest_row * new.batch_size, new.context)
 
     def part_waiting(
         self,
@@ -280,13 +280,12 @@ def refuse_all_but(config: FlashConfig, where: str, **allowed: object) -> None:
             raise ConfigError(f"{name}={found!r} is not available {where}. Hint: leave {name} unset.")
 
 
-def ledger_of(sizes: ModelSizes, config: FlashConfig, context_length: int, prefill_step_size: int = 1) -> Ledger:
+def ledger_of(sizes: ModelSizes, config: FlashConfig, prefill_step_size: int = 1) -> Ledger:
     """Return the memory of tokens in a plan."""
     options = None
     if sizes.cache.rows and config.kv_cache != "stock":
         options = KVOptions(
             step=config.kv_step,
-            max_context_length=context_length or None if config.kv_cache is not None else None,
             budget_bytes=None if config.writes_nothing else 0,
             directory=None if config.kv_directory is None else Path(config.kv_directory).expanduser(),
             direct=config.io != "buffered",
@@ -316,7 +315,9 @@ def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | N
             f"{-(-least // 1000) / 1e6:.6f}: two slots of a layer each, the last tokens of every layer, and what is "
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
-    offloaded = _offloaded(rows, context_length, limit - least) if limit < whole else []
+    # layers in memory have room, too, for a copy of the largest one that grows
+    room = limit - least - max(rows) * context_length
+    offloaded = _offloaded(rows, context_length, room) if limit < whole else []
     return KVShare(
         options=replace(ledger.options, budget_bytes=limit),
         nbytes=limit + ledger.others.nbytes(context_length) + ledger.states(ledger.step),
@@ -366,7 +367,7 @@ def promised_bytes(sizes: ModelSizes, config: FlashConfig) -> int:
     is_limited = config.context_length is not None or config.kv_ram_gb is not None or config.writes_nothing
     if is_limited or config.kv_cache == "stock" or sizes.cache.growing > 0:
         return 0
-    ledger, logits = ledger_of(sizes, config, 0), PROMISED_LOGITS * sizes.activations.returned_per_token
+    ledger, logits = ledger_of(sizes, config), PROMISED_LOGITS * sizes.activations.returned_per_token
     long, short = (
         ledger.one_by_one(context, context) + context * PROMPT_TOKEN_BYTES
         for context in (PROMISED_CONTEXT, PROMISED_LOGITS)

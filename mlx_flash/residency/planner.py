@@ -91,7 +91,7 @@ class Task:
         if reserve in self._tokens:
             return self._tokens[reserve]
         sizes, config, (step, context) = self.sizes, self.config, reserve
-        ledger, in_steps = ledger_of(sizes, config, context, step), round_up(context, CACHE_STEP)
+        ledger, in_steps = ledger_of(sizes, config, step), round_up(context, CACHE_STEP)
         kv = on_disk(ledger, context, self.kv_room, config.kv_ram_gb) if self.kv_on_disk else in_memory(ledger, context)
         # the larger of a prefill step without logits and a short call with all of them
         activations = ledger.computing(min(PREFILL_STEPS[-1], step), in_steps)
@@ -561,7 +561,7 @@ def _has_room(task: Task, budget: int, context: int) -> bool:
     if sum(sizes.cache.rows) * context > DISK_SHARE * task.machine.kv_disk_bytes:
         return False
     room = KV_SHARE * budget if config.kv_ram_gb is None else config.kv_ram_gb * GB
-    ledger = ledger_of(sizes, config, context, PREFILL_STEPS[0])
+    ledger = ledger_of(sizes, config, PREFILL_STEPS[0])
     return ledger.least_rows(context, ledger.step) <= room
 
 

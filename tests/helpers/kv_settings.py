@@ -53,7 +53,7 @@ def least_share(directory: Path, config: FlashConfig) -> int:
     """Return the share that is just enough with every layer on disk."""
     sizes = measure(prepare(directory, config).layout, {})
     context = config.context_length or 0
-    ledger = ledger_of(sizes, config, context, config.prefill_step_size or 1)
+    ledger = ledger_of(sizes, config, config.prefill_step_size or 1)
     return ledger.least_rows(context, ledger.step)
 
 

@@ -140,17 +140,15 @@ def test_slots_that_waiting_rows_hold_count(wide: Path, stock_logits: list[mx.ar
         assert mx.array_equal(row.outputs[0][0, -1], logits)
 
 
-def test_slots_that_are_committed_whole_count_whole(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a GPU, where sequences that wait hold a slot for the longest each, however short they are."""
-    for module in ("kv.kvpool", "kv.ring", "engine.need"):
-        monkeypatch.setattr(f"mlx_flash.{module}.commits_lazily", lambda: False)
+def test_slots_count_whole(wide: Path) -> None:
+    """Sequences that wait hold a slot for the longest each, however short they are."""
     options = {"kv_cache": "disk", "kv_step": 16, "kv_ram_gb": 0.1, "context_length": 1500}
     with streamed_whole(wide, cut=2, prefill_step_size=STEP, **options) as model:
         assert model.kv is not None
         caches = offloaded(model)
         for entry in itertools.chain(*caches[1:]):
             entry.trim(680)
-        slot = model.plan.cache.largest_row * model.kv.options.slot_tokens(700)
+        slot = model.kv.options.slot_bytes(model.plan.cache.largest_row, 700)
         before = mx.get_active_memory() - model.kv.note().reserved_bytes
         room = 5 * slot + model.kv.options.step * sum(model.plan.cache.rows) * NUM_CONTEXTS
         model.plan = replace(model.plan, budget_bytes=10**9, kv=replace(model.plan.kv, limit=room))

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_flash.errors import TruncatedFileError
 from mlx_flash.kv.disk import CHUNK_TOKENS, Component, DiskRows, LayerFile, PageReader, RowLayout, WriteBehind, segments
 from mlx_flash.kv.diskcache import make_caches
-from mlx_flash.kv.kvledger import LARGE_SLOT_BYTES, WRITE_BEHIND_BYTES, KVOptions
+from mlx_flash.kv.kvledger import WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
@@ -199,11 +199,11 @@ def make_holes() -> list[np.ndarray]:
 
 @pytest.mark.usefixtures("_no_freed_buffers")
 def test_a_slot_takes_the_counted_memory(tmp_path: Path) -> None:
-    """Of room for many tokens, what is there, on large pages too; and no more when it is released."""
+    """On large pages, too; and no more when it is released."""
     if not commits_lazily():
         pytest.skip("arrays take all of their memory here")
     tokens = 18432
-    caches = make_caches([KVCache() for _ in range(3)], KVOptions(max_context_length=4 * tokens, directory=tmp_path))
+    caches = make_caches([KVCache() for _ in range(3)], KVOptions(directory=tmp_path))
     pool = caches[0].pool
     rows = mx.random.normal((1, 4, tokens, 64))
     for cache in caches:
@@ -212,9 +212,8 @@ def test_a_slot_takes_the_counted_memory(tmp_path: Path) -> None:
     top = make_holes()
     for cache in caches:
         cache.keys_and_values()
-    slot, counted = pool.ring.slots[0], pool.ring.held
+    counted = pool.ring.nbytes
     pool.ring.slots[1].wait()
-    assert slot.touched > LARGE_SLOT_BYTES and counted < 2 * (slot.nbytes // 3)
     release_freed_memory()
     before = footprint()
     pool.ring.release()

@@ -34,7 +34,7 @@ def little_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_room_leaves_less_on_disk(sizes: ModelSizes) -> None:
     config = FlashConfig(kv_cache="disk", kv_step=STEP)
-    ledger = ledger_of(sizes, config, CONTEXT, STEP)
+    ledger = ledger_of(sizes, config, STEP)
     whole = in_memory(ledger, CONTEXT).nbytes
     shares = [on_disk(ledger, CONTEXT, room) for room in range(0, 2 * whole, whole // 20)]
     limits = [share.limit or 0 for share in shares]

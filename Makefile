@@ -44,7 +44,7 @@ test-optimized: $(DEVELOPS)  ## run some tests of generation without the package
 # The oldest release that pyproject.toml allows; `make test-compat MLX_LM=0.32.2` runs another one.
 MLX_LM ?= 0.32.1
 COMPAT := .venv-mlx-lm-$(MLX_LM)
-COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes serving kv_cache,$(wildcard tests/*/test_$(test).py))
+COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes serving kv_cache forms guard server cli monitor talk,$(wildcard tests/*/test_$(test).py))
 
 test-compat: $(COMPAT)/.installed  ## run what touches private parts of mlx-lm, with release MLX_LM of it
 	$(COMPAT)/bin/python -m pytest $(COMPAT_TESTS)
@@ -81,8 +81,12 @@ $(DEVELOPS): pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install -qq --editable '.[dev$(EXTRA)]'
 	@touch $(INSTALLED) $@
 
+# Of the libraries that it does not share with mlx-lm, the oldest that pyproject.toml allows.
+OLDEST = $(shell sed -n '/^dependencies/,/^]/p;/^server/p;/^compress/p' pyproject.toml | grep -o '"[a-z_-]*>=[0-9.]*' \
+	| tr -d '"' | grep -v '^mlx\|^numpy\|^regex' | sed 's/>=/==/')
+
 $(COMPAT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install -qq --editable '.[dev$(EXTRA)]'
-	$(COMPAT)/bin/python -m pip install -qq mlx-lm==$(MLX_LM)
+	$(COMPAT)/bin/python -m pip install -qq mlx-lm==$(MLX_LM) $(OLDEST)
 	@touch $@

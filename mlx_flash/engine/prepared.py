@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -80,7 +79,6 @@ def counted(path: Path, load: Callable[[], T], config: FlashConfig | None = None
     tokenizer = load()
     peak = peak_footprint()
     _REACHED[path.resolve()] = peak if peak > before else 0
-    gc.collect()
     release_freed_memory()
     return tokenizer
 

@@ -37,7 +37,7 @@ from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
 from mlx_flash.memory.footprint import MemoryReading, footprint, free_unused, read_memory
-from mlx_flash.prefixes.leaves import forget
+from mlx_flash.prefixes.prefixcache import forget
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
 from mlx_flash.speculation import Times
 

@@ -32,8 +32,7 @@ from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
 from mlx_flash.memory.driver import has_own_memory
-from mlx_flash.prefixes.leaves import forget
-from mlx_flash.prefixes.prefixcache import KnownCall, PrefixCache
+from mlx_flash.prefixes.prefixcache import KnownCall, PrefixCache, forget
 from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan

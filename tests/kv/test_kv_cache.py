@@ -30,7 +30,7 @@ from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
-from mlx_flash.prefixes.leaves import RowLeaf
+from mlx_flash.prefixes.prefixcache import RowLeaf
 from mlx_flash.storage.prefetcher import RangeReader
 
 __all__ = ["little_under_way"]

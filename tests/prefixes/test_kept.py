@@ -18,8 +18,7 @@ from mlx_flash.kv.diskcache import DiskKVCache, make_caches
 from mlx_flash.kv.history import History
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.prefixes.leaves import RowLeaf
-from mlx_flash.prefixes.prefixcache import prefix_directory
+from mlx_flash.prefixes.prefixcache import RowLeaf, prefix_directory
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest

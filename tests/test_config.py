@@ -286,7 +286,8 @@ def test_an_unknown_name_that_is_near_to_none_lists_all() -> None:
 
 
 def test_environment_variables_that_are_no_settings() -> None:
-    assert resolve(environment={"MLX_FLASH_TRACEBACK": "1", "HOME": "/", "mlx_flash_x": "1"}) == FlashConfig()
+    others = {"MLX_FLASH_TRACEBACK": "1", "MLX_FLASH_API_KEY": "x", "HOME": "/", "mlx_flash_x": "1"}
+    assert resolve(environment=others) == FlashConfig()
     assert wrong(environment={"MLX_FLASH_RAM_BUGDET_GB": "2"}) == (
         "environment variable MLX_FLASH_RAM_BUGDET_GB: there is no such setting. "
         "Did you mean 'MLX_FLASH_RAM_BUDGET_GB'?"

@@ -126,7 +126,7 @@ def test_the_ways_of_a_token_a_page_and_a_plan_name_functions_that_exist() -> No
 
 
 def test_private_parts_of_mlx_are_used_in_compat_only() -> None:
-    """No other module imports a private name of MLX or mlx-lm, or looks at the code of a function."""
+    """No other module imports a private name of MLX or mlx-lm, reads one as an attribute, or looks at function code."""
     wrong = [
         (name, found)
         for name, path in modules().items()
@@ -142,11 +142,33 @@ def foreign_privates(tree: ast.Module) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"mlx", "mlx_lm"}:
             found += [alias.name for alias in node.names if alias.name.startswith("_")]
-        elif isinstance(node, ast.Attribute) and node.attr == "__code__":
-            found.append(node.attr)
+        elif isinstance(node, ast.Attribute) and (node.attr == "__code__" or re.match(r"_.*(?<!__)$", node.attr)):
+            found += {node.attr} - own_privates()
         elif isinstance(node, ast.Constant) and node.value == "__code__":
             found.append(node.value)
     return found
+
+
+@cache
+def own_privates() -> set[str]:
+    """Attributes and functions that the package defines, outside of ``compat``, and names of Python's own."""
+    found = {"_replace", "_getframe", "_exit"}
+    trees = [tree_of(path) for path in PACKAGE.rglob("*.py") if path.parent.name != "compat"]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            found.add(ast.unparse(node.target))
+    return found
+
+
+def test_assertions_change_nothing() -> None:
+    """``python -O`` leaves assertions out."""
+    nodes = [node for path in modules().values() for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
+    parts = [part for node in nodes for part in ast.walk(node.test) if isinstance(part, ast.NamedExpr | ast.Call)]
+    assert nodes and {ast.unparse(getattr(part, "func", part)) for part in parts} <= {"isinstance", "len", "all", "any"}
 
 
 def test_the_picture_of_the_design_has_the_folders_of_today() -> None:

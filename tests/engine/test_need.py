@@ -100,6 +100,7 @@ def test_parts_of_every_kind_of_model_take_no_more_than_is_counted(tmp_path: Pat
         model.advance([model.row(tokens[:, :64], model.make_cache(), 32, wants_logits=False)])  # needs no order
         row = model.row(tokens, model.make_cache(), 32, wants_logits=False)
         lane, waiting = row.lane(num_parts), waiting_bytes(plan, [row.left])[-1]
+        assert not waiting_bytes(plan, [row.left], most=0), "all that are left are not added up before each pass"
         needed = need(plan, [lane])
         num_passes = model.counters.num_passes
         mx.synchronize()

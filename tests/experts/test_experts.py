@@ -189,9 +189,7 @@ def test_adapters_of_experts_equal_resident(
 
     for module in ("prepare", "prepared"):
         place = f"mlx_flash.engine.{module}"
-        monkeypatch.setattr(
-            f"{place}.make_layout", lambda loaded: (layouts.append(make_layout(loaded)), layouts[-1])[1]
-        )
+        monkeypatch.setattr(f"{place}.make_layout", laid_out)
         monkeypatch.setattr(f"{place}.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots))
     with mlx_flash.load_model(directory, config(), adapter_path=str(tmp_path))[0] as model:
         assert not find_difference(expected, trace(model, CALLS))

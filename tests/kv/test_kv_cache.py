@@ -432,7 +432,11 @@ def test_shallow_copies_count_and_go_on_by_themselves(goes_to_disk: bool, option
     pool = first[0][0].pool
     if goes_to_disk:
         offload_all(pool)
-    second = [copy.copy(entry) for entry in first[0]], copy.deepcopy(first[1])
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    alone = copy.copy(first[0][0])  # and no other layer, which copying one by one would copy each time
+    assert mx.get_peak_memory() - before < 2 * alone.nbytes or goes_to_disk
+    second = [alone, *(copy.copy(entry) for entry in first[0][1:])], copy.deepcopy(first[1])
     assert {*pool.layers} == {*first[0], *second[0]}
     for seed, caches in enumerate([first, second, copy.deepcopy(second)] * 2, 1):
         feed(*caches, seed, 20)

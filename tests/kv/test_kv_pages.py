@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlx_flash.errors import TruncatedFileError
+from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.kv.disk import CHUNK_TOKENS, Component, DiskRows, LayerFile, PageReader, RowLayout, WriteBehind, segments
 from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import WRITE_BEHIND_BYTES, KVOptions
@@ -164,6 +167,24 @@ def test_free_pages_are_reused(make: Make) -> None:
     assert [page.number for page in rows.pages] == [*range(10)]
     rows.settle()
     assert file.path.stat().st_size <= WIDE.chunk_bytes
+
+
+def test_what_one_sequence_has_lost_ends_no_call_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, caches = on_disk(tmp_path)
+    feed(caches, 1)
+    others = copy.deepcopy(caches)
+    for each in (others, caches):  # so that the last layer of the others reads the first one of these ahead
+        feed(each, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(WriteError, match="full"):
+            for _ in range(5):
+                feed(caches, 16)
+    with pytest.raises(WriteError, match="full"):  # what was lost stays lost
+        for _ in range(5):
+            feed(caches, 16)
+    feed(others, 40)
+    pool.close()
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:

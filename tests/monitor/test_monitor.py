@@ -89,6 +89,7 @@ def test_rates_are_differences(waiting: str | None, expected: tuple[float, ...],
     shares = rates.shares
     assert (shares.disk, shares.compute, shares.calls, shares.between) == pytest.approx(expected)
     assert rates.reading_share == pytest.approx(reading)
+    assert waiting != "experts" or rates.experts.wait_share == pytest.approx(0.3)
     history.add(published(state(), 102.0))
     assert history.rates.shares is shares, "the same moment again tells nothing new"
 

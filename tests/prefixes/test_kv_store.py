@@ -64,8 +64,8 @@ def test_what_begins_alike_is_stored_once(opened: Opener) -> None:
     a, b = store.find(one), store.find(two)
     assert a.pages[:4] == b.pages[:4] and a.pages[4] != b.pages[4]
     assert stats(store)["pages"] == 6 == len(opened.files())
-    assert stats(store)["stored"] == 5 and stats(store)["bytes"] == 6 * PAGE_BYTES
     assert put(store, two) == [True] * 5 and stats(store)["writes"]["total_bytes"] == 6 * PAGE_BYTES
+    assert stats(store)["stored"] == 5 and stats(store)["bytes"] == 6 * PAGE_BYTES
     assert sum(path.stat().st_size for path in opened.files()) == 6 * PAGE_BYTES
     changed = [0, *TOKENS[1:]]
     assert store.find(changed).num_tokens == 0, "a page stands for all tokens before it as well"

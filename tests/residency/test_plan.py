@@ -32,6 +32,7 @@ from machines import (
     make_model,
     minimum_of,
     models,
+    row_units,
     shares,
     some,
     tensor_bytes,
@@ -50,9 +51,11 @@ from mlx_flash.residency.planner import (
     MAX_SLOTS,
     PROFILE_SHARES,
     TILE_ROW_MULTIPLE,
+    TILE_SLACK_BYTES,
     make_plan,
     simulate,
     spread,
+    tile_rows,
 )
 from mlx_flash.residency.sizes import (
     ExpertSizes,
@@ -430,6 +433,17 @@ def test_a_context_that_takes_most_of_the_memory_still_leaves_the_rest_to_weight
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@some(200)
+@given(row_units("head"), st.integers(0, 200 * MIB))
+def test_tiles_fit_their_slot_and_are_few(head: UnitSize, spare: int) -> None:
+    assert head.num_rows
+    row = -(-head.nbytes // head.num_rows)
+    slot = TILE_ROW_MULTIPLE * row + TILE_SLACK_BYTES + spare
+    found = tiles(head, tile_rows(head.num_rows, head.row_bytes, slot))
+    most = (slot - TILE_SLACK_BYTES) // row // TILE_ROW_MULTIPLE * TILE_ROW_MULTIPLE
+    assert max(found) <= slot and len(found) <= -(-head.num_rows // most)
 
 
 # --- spread ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mlx_flash import FlashConfig, RefusedError
 from mlx_flash.server import request as requests
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.ollama import shown
-from mlx_flash.server.request import GenerationRequest, content_of, picture_part, with_pictures
+from mlx_flash.server.request import GenerationRequest, content_of, data_url, decoded, picture_part, with_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # by the tiny model
 
@@ -32,6 +32,12 @@ def asked(*sources: str, role: str = "user") -> GenerationRequest:
     parts = [picture_part(source, f"field.{i}") for i, source in enumerate(sources)]
     content = content_of([*parts, {"type": "text", "text": "What?"}])
     return GenerationRequest(model="m", messages=[{"role": role, "content": content}])
+
+
+def test_pictures_leave_messages_and_their_places_stay() -> None:
+    found = with_pictures(asked(URL, data_url(TEXT)))
+    assert found.messages is not None and [*decoded(found.pictures)] == [PNG, PNG]
+    assert found.messages[0]["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "What?"}]
 
 
 @pytest.mark.parametrize(

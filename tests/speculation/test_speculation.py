@@ -19,7 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_flash
-from mlx_flash import BudgetError, DiskKVCache, FlashLLM, load_model
+from mlx_flash import BudgetError, DiskKVCache, FlashLLM, ReadError, load_model
 from mlx_flash.compat.generation import stock_speculative_generate_step
 from mlx_flash.engine.call import Row
 from mlx_flash.engine.prepare import prepare
@@ -36,14 +36,14 @@ from mlx_flash.speculation import (
     Times,
     worth_guessing,
 )
-from models import LLAMA, build, computed, guessed, save, stock
+from models import LLAMA, build, computed, guessed, same_bits, save, stock
 from oracle import Oracle, with_room
 from oracle import free_rows as free_rows  # a fixture
 from own_heads import ALONE, NAMES, config_of, save_with_head, streamed_with_head
 from saved_models import model_fixture
 from shared_passes import MODELS, STEP, Directories, Tokens, alone, check_equal
 from shared_passes import directories as directories  # a fixture
-from streamed import LARGE_GB, config, streamed_whole
+from streamed import LARGE_GB, config, failing_once, streamed_whole
 from zoo import configuration
 
 PROMPT = [5, 17, 290, 3, 42, 64, 99, 5, 17, 290, 3, 42]
@@ -102,6 +102,18 @@ def test_a_cache_on_disk_and_a_switch_refuse_with_the_reason(
         assert model.counters.num_guessed == 0
     told = [record.message for record in caplog.records if "no tokens are guessed" in record.message]
     assert [line.partition(": ")[2] for line in told] == ["keys and values are on disk", "speculation is switched off"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mamba2", "qwen3_next"])
+def test_a_failed_read_puts_every_cache_back(directories: Directories, free_rows: None, name: str) -> None:
+    """Also those that cannot be trimmed: a window and recurrent states."""
+    with streamed_whole(directories(name)) as model:
+        cache, plain = (make_prompt_cache(with_room(model)) for _ in range(2))
+        for each in (cache, plain):
+            computed(model, mx.array([PROMPT]), each)
+        with failing_once(model), pytest.raises(ReadError, match="unplugged"):
+            guessed(model, [1, 2, 3], cache)
+        assert same_bits(*(guessed(model, [1, 2, 3], each).outputs for each in (cache, plain)))
 
 
 def test_rows_that_do_not_fit_are_not_computed(directories: Directories) -> None:

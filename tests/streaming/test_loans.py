@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from mlx_lm.models.llama import TransformerBlock
 
 from expert_pools import pool_of, with_pool
 from mlx_flash import FlashConfig, FlashLLM, load_model
+from mlx_flash.engine.need import make_room, need
 from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.residency.machine import BASE_STEP, RUNTIME_BYTES
 from mlx_flash.residency.plan import MB
@@ -107,6 +109,19 @@ def test_lent_weights_are_not_read(directory: Path) -> None:
         assert read_bytes(model, [[1]]) == whole + row
 
 
+def test_what_may_be_needed_is_not_lent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that keys and values grow into, what the process has beyond what is known, and a part of the budget."""
+    with streamed_whole(directory) as model:
+        row, plan = model.row(mx.zeros((1, 200), mx.int32), make_prompt_cache(model), 200), model.plan
+        for unknown in (0, 10 * MB):
+            needed, lending = need(plan, [row.lane()]), Mock(nbytes=0)
+            known = needed.process + needed.in_use
+            monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda known=known, more=unknown: known + more)
+            make_room(needed, lending)
+            assert needed.kv_growth >= 200 * plan.kv_bytes_per_token < plan.unlent_bytes
+            lending.lend.assert_called_once_with(-needed.missing - needed.kv_growth - unknown - plan.unlent_bytes)
+
+
 def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
     with streamed_whole(directory) as model:
         loans = loans_of(model)
@@ -172,8 +187,8 @@ def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypa
 
 
 @needs_lazy_memory
-def test_slots_that_have_memory_stay_until_loans_end(mixture: Path) -> None:
-    """Between passes of a long text nothing more is lent, and no expert leaves."""
+def test_slots_that_have_memory_stay_until_loans_end(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between passes of a long text nothing more is lent, and no expert leaves. The next call ends what was cut off."""
     with with_pool(mixture, 12) as model:
         lending, slots = lending_of(model), pool_of(model).slots
         lending.lend(EVERYTHING)
@@ -182,8 +197,15 @@ def test_slots_that_have_memory_stay_until_loans_end(mixture: Path) -> None:
             slots.touch(slot)
             lending.lend(0)
             assert slots.num_slots >= slot + 1
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("mlx_flash.memory.arena.uncommit", Mock(side_effect=KeyboardInterrupt))
+            lending.end()
+        assert slots.num_slots == 12 < slots.num_touched
         lending.end()
         assert slots.num_touched == 12 and lending.nbytes == 0
+        lending.adapt(model.plan, model.plan.peak_bytes - 1)  # a smaller budget has fewer
+        lending.end()
+        assert slots.num_slots == 11 and lending.nbytes == 0
 
 
 @needs_lazy_memory

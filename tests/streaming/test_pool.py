@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -351,6 +353,26 @@ def test_more_used_experts_evict_less_used_ones(checkpoint: Checkpoint, reader: 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
+
+
+def test_failing_reads_fail_one_call_only(
+    checkpoint: Checkpoint, reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that fail later than the first one."""
+    pool, first, real, broken = checkpoint.pool(6, reader), checkpoint.rows[STACKED][0][0].offset, os.preadv, [True]
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if any(broken):
+            time.sleep(0.1 * (offset != first))
+            raise OSError(errno.EACCES, "not now")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(prefetcher_module.os, "preadv", preadv)
+    with pytest.raises(ReadError, match="not now"):
+        bring(pool, 0, 0, 1, 2)
+    broken.clear()
+    bring(pool, 0, 0, 1, 2)
+    assert all(checkpoint.found(pool, 0, expert) == checkpoint.expected(0, expert) for expert in range(3))
 
 
 def test_arrived_experts_are_used_before_late_ones(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,9 @@ def test_nothing_writes_to_a_slot_after_the_end() -> None:
 
 def test_a_failed_read_surfaces_at_acquire_and_can_be_tried_again() -> None:
     stream, reader, arenas = make_stream(4, 2)
+    stream.units[0].slot.ticket.wait = Mock(side_effect=ReadError("read ahead"))  # the disk works again since
     stream.acquire(0)
+    assert arenas[0].memory[0] == 0 and reader.num_started == 3
     stream.release(0)
     reader.failing.add(1)
     for _ in range(2):

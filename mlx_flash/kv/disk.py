@@ -414,7 +414,7 @@ class DiskRows(Opaque):
         paged_tokens: number of tokens in them.
         length: number of all tokens.
         capacity: tokens that its buffers in memory would have room for; 0 if it had none.
-        expected: tokens after the pass, if parts of a prompt share it, this one's or another's; else 0.
+        coming: tokens that the pass is yet to add.
     """
 
     file: LayerFile
@@ -422,7 +422,7 @@ class DiskRows(Opaque):
     def __init__(self, new_file: Callable[[RowLayout], LayerFile]) -> None:
         self._new_file = new_file
         self.layout = RowLayout((), 1)
-        self.expected = 0
+        self.coming = 0
         self.pages: tuple[FilePage, ...] = ()
         self.paged_tokens = self.length = self.capacity = 0
         self._tail: RowBytes = []  # room for a page; rows behind the last token mean nothing
@@ -462,7 +462,7 @@ class DiskRows(Opaque):
         start = self.length - self.paged_tokens
         for part, new in zip(self._tail, rows, strict=True):
             part[:, start : start + new.shape[1] - used] = new[:, used:]
-        self.length = end
+        self.length, self.coming = end, max(0, self.coming - rows[0].shape[1])
 
     def settle(self, start: int = 0, stop: int | None = None, *, waits: bool = True) -> None:
         """Wait until the pages of some tokens can be read, or look at those that are written.

@@ -433,10 +433,10 @@ class KVPool(Opaque):
                 tokens = max([entry.offset + num_new for entry, (num_new, _) in adding.tokens.items()], default=0)
                 self.fit(lambda: self.ledger(adding).peak, tokens, adding.tokens)
         in_parts = max([num_new for num_new, _ in adding.tokens.values()], default=0) > adding.step
+        self.ring.is_tight = in_parts
         for entry, (num_new, _) in adding.tokens.items():  # for each token: no function is called for a layer
             if entry.is_on_disk:
-                disk = vars(entry)["disk"]
-                disk.expected = disk.length + num_new if in_parts else 0
+                vars(entry)["disk"].coming = num_new
             elif not in_parts and not vars(entry)["offset"] % options.step:
                 entry.drop_room(num_new)
         return 0

@@ -142,12 +142,14 @@ class SlotRing:
         num_fetched: uses of a layer on disk.
         num_unpredicted: uses whose read had not been started ahead.
         wait_seconds: time spent waiting for reads.
+        is_tight: whether a slot takes no more memory than its layer needs, for a pass that parts of a prompt share.
     """
 
     def __init__(self, options: KVOptions) -> None:
         self.slots = [Slot() for _ in range(NUM_SLOTS)]
         self.num_fetched = self.num_unpredicted = 0
         self.wait_seconds = 0.0
+        self.is_tight = False
         self._options = options
         self._successor: weakref.WeakKeyDictionary[DiskRows, weakref.ref[DiskRows]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[DiskRows] | None = None
@@ -174,11 +176,11 @@ class SlotRing:
         slot.write(disk.layout, fresh, disk.length)
         disk.append(fresh)
         slot.tokens = end  # those behind them mean nothing after an error
-        return self._hand_out(disk, slot, fresh[0].shape[1])
+        return self._hand_out(disk, slot)
 
     def fetch(self, disk: DiskRows) -> list[mx.array]:
         """Return all tokens of a layer, in a slot. Raises: ReadError."""
-        return self._hand_out(disk, self._filled_slot(disk, disk.length), 0)
+        return self._hand_out(disk, self._filled_slot(disk, disk.length))
 
     def forget(self, disk: DiskRows, length: int) -> None:
         """Invalidate a layer's tokens from ``length`` on."""
@@ -191,14 +193,14 @@ class SlotRing:
         for slot in self.slots:
             slot.release()
 
-    def _hand_out(self, disk: DiskRows, slot: Slot, num_new: int) -> list[mx.array]:
+    def _hand_out(self, disk: DiskRows, slot: Slot) -> list[mx.array]:
         arrays = slot.hand_out(disk.layout, disk.length)
         self.num_fetched += 1
         last = self._last() if self._last is not None else None
         if last is not None and last is not disk:  # parts of a prompt use a layer one after another
             self._successor[last] = weakref.ref(disk)
         self._last = weakref.ref(disk)
-        self._read_ahead(disk, slot, num_new)
+        self._read_ahead(disk, slot)
         if not self._options.copies_slots:
             return arrays
         capacity = min(disk.capacity, disk.length + COPY_ROOM_STEPS * self._options.step)
@@ -222,9 +224,9 @@ class SlotRing:
         return slot
 
     def _assign(self, slot: Slot, disk: DiskRows, tokens: int) -> None:
-        """Empty a slot for a layer of so many tokens. In a pass that parts share it takes no more memory."""
-        capacity = round_up(max(tokens, disk.expected, 1), self._options.step)
-        if disk.expected and slot.nbytes > disk.layout.slot_bytes(capacity):
+        """Empty a slot for a layer of so many tokens, and those that the pass brings."""
+        capacity = round_up(max(tokens, disk.length + disk.coming, 1), self._options.step)
+        if self.is_tight and slot.nbytes > disk.layout.slot_bytes(capacity):
             slot.release()
         slot.assign(disk, capacity)
 
@@ -243,7 +245,7 @@ class SlotRing:
         ticket = disk.file.reader.submit(reads, slot.memory, urgent=urgent)
         slot.read(ticket, disk, disk.paged_tokens)
 
-    def _read_ahead(self, disk: DiskRows, busy: Slot, num_new: int) -> None:
+    def _read_ahead(self, disk: DiskRows, busy: Slot) -> None:
         """Prefetch the layer that is expected next into the other slot."""
         link = self._successor.get(disk)
         upcoming = link() if link is not None else None
@@ -252,7 +254,7 @@ class SlotRing:
         slot = next((slot for slot in self.slots if slot is not busy), None)
         if slot is None:
             return
-        self._assign(slot, upcoming, upcoming.length + num_new)
+        self._assign(slot, upcoming, upcoming.length)
         with suppress(WriteError):  # of pages that another sequence may have lost: its own call raises it
             self._read(slot, upcoming, 0)
 

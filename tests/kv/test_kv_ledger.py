@@ -20,8 +20,8 @@ from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers
 from mlx_flash.kv.kvpool import KVPool
 from mlx_flash.layout.reachable import nbytes_in
 
-LAYERS, HEADS = 3, 2
-WIDTHS = (8, 8, 24)
+LAYERS, HEADS = 3, 16
+WIDTHS = (24, 8, 24)
 """Of the layers: not all are as large."""
 
 
@@ -37,7 +37,7 @@ def rows_of(count: int, layer: int) -> mx.array:
 OPTIONS = st.fixed_dictionaries(
     {
         "step": st.sampled_from([4, 16, 256]),
-        "budget_bytes": st.sampled_from([None, 60_000, 200_000, 1 << 30]),
+        "budget_bytes": st.sampled_from([None, 480_000, 1_600_000, 1 << 30]),
     }
 )
 NAMES = ["feed", "feed", "feed", "call", "copy", "trim", "offload", "look", "drop"]

@@ -37,12 +37,8 @@ def arrays_in(*roots: Any) -> list[mx.array]:
                 seen.add(id(value))
                 if issubclass(kind, dict):
                     children = value.values()
-                elif issubclass(kind, _SEQUENCES):
-                    children = value
-                else:  # for each entry of a cache and token: no call
-                    children = [*getattr(value, "__dict__", {}).values()]  # a thread may add some
-                    if slots := _slots(cast(Hashable, kind)):
-                        children += [getattr(value, name, None) for name in slots]
+                else:
+                    children = value if issubclass(kind, _SEQUENCES) else _attributes(value)
                 path.append(iter(children))
                 break
         else:
@@ -56,6 +52,11 @@ def nbytes_in(*roots: Any) -> int:
     A slice counts with its own size, though it keeps the memory of the array that it was cut from.
     """
     return sum({id(array): int(array.nbytes) for array in arrays_in(*roots)}.values())
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [getattr(value, name, None) for name in _slots(cast(Hashable, type(value)))]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 @cache

@@ -647,7 +647,7 @@ class BackgroundPrefetcher:
                     task, at = [], 0
                 nbytes = sum([place[2] for place in places])
                 task.append(Part(file, segment, start, stop, places, nbytes, min(stop, wanted_end) - start, at))
-                at += -(-(stop - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT  # for each expert: no call
+                at += round_up(stop - start, DIRECT_ALIGNMENT)
         if task:
             yield task
 

@@ -28,16 +28,14 @@ from mlx_flash.server.loaded import LoadedModel
 from mlx_flash.server.models import Models
 from mlx_flash.server.prompts import opened
 from mlx_flash.server.request import Defaults, GenerationRequest
-from models import GEMMA3, MAMBA2, make_random_model, save
+from models import GEMMA3, MAMBA2, save
+from saved_models import random_model_fixture
 from terminals import Shell
 
 SHAPE = "--layers 4 --hidden-size 256 --intermediate-size 704 --heads 8 --kv-heads 4 --vocab-size 1000"
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
-    return make_random_model(path, "--dtype", "float32", *SHAPE.split())
+model_dir = random_model_fixture(f"--dtype float32 {SHAPE}", "llama")
 
 
 def modelfile(model_dir: Path, text: str = "") -> Modelfile:
@@ -264,13 +262,13 @@ def test_answers_follow_a_format_within_the_budget(model_dir: Path, tmp_path: Pa
 def test_a_model_is_prompted_without_a_modelfile(
     model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = modelfile(model_dir)
+    described = modelfile(model_dir, "PARAMETER num_predict 8")
     monkeypatch.setenv("MLX_FLASH_RAM_BUDGET_GB", described.flash["ram_budget_gb"])
     monkeypatch.setenv("MLX_FLASH_CONTEXT_LENGTH", "1024")
     monkeypatch.setattr("mlx_flash.commands.report.peak_footprint", lambda: 100_000_000)  # not that of earlier tests
     assert cli.main(["run", str(model_dir), "Hello", "-m", "8", "--verbose"]) == 0
     told = capsys.readouterr()
-    assert told.out.rstrip("\n") == say(described_with(described, 8), ["Hello"])[0].rstrip("\n")
+    assert told.out.rstrip("\n") == say(described, ["Hello"])[0].rstrip("\n")
     for words in ("Prompt:", "Generation:", "8 tokens", "Peak memory:", "within the budget of"):
         assert words in told.err
     assert cli.main(["run", str(model_dir), "Hello", "there"]) == 1
@@ -278,10 +276,6 @@ def test_a_model_is_prompted_without_a_modelfile(
     monkeypatch.chdir(model_dir)
     assert cli.main(["run", "Hello"]) == 1
     assert "neither a model nor ./Modelfile" in capsys.readouterr().err
-
-
-def described_with(described: Modelfile, num_predict: int) -> Modelfile:
-    return replace(described, parameters={**described.parameters, "num_predict": num_predict})
 
 
 def test_the_command_tells_what_it_does_not_do(

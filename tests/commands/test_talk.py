@@ -50,9 +50,6 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     with pytest.raises(EOFError):
         read()
     assert capsys.readouterr().err == ">>> >>> ... ... >>> "
-
-
-def test_a_message_that_the_input_cuts_off_is_not_dropped_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\n two\n'))
     with pytest.raises(ConfigError, match="the input ends within a message"):
         run.make_reader(NAMES)()

@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from children import ROOT
+from machines import some
 from mlx_flash.config import FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import PARAMETERS as BOUNDS
 from mlx_flash.modelfile.parse import Message, Modelfile, Note, parse_modelfile, read_modelfile
 
 FROM = "FROM org/model\n"
-
-
-def some(examples: int) -> Any:
-    return settings(max_examples=examples, deadline=None, derandomize=True)
 
 
 def parse(*lines: str) -> Modelfile:
@@ -275,18 +272,3 @@ def test_templates() -> None:
     assert found.template == "{{ .Prompt }}\n{{ .Response }}" and found.chat_template is None
     (note,) = found.notes
     assert note.line == 3 and note.text.startswith("TEMPLATE has no effect: templates of Go are not read")
-
-
-# --- any text --------------------------------------------------------------------------------------------------------
-
-
-@some(100)
-@given(
-    st.lists(st.sampled_from(["PARAMETER top_k 1", "SYSTEM a", "PARAMETER mirostat 1", "# c", "FLASH on"]), max_size=9)
-)
-def test_nothing_is_dropped(lines: list[str]) -> None:
-    """Each line is in effect, or noted."""
-    assume(lines)
-    found = parse(*lines)
-    in_effect = sum(["top_k" in found.parameters, found.system is not None, "enabled" in found.flash])
-    assert in_effect + len(found.notes) == sum(line != "# c" for line in lines)

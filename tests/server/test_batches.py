@@ -8,7 +8,7 @@ import importlib
 import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -70,33 +70,23 @@ def expected_of(served: Served, *asked: GenerationRequest) -> list[str]:
     return [known[repr(each)] for each in asked]
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, look: Callable[..., Any]) -> list[Any]:
+    """Return what a look at the arguments of each call of a method finds, where it finds something."""
+    found, method = list[Any](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: found.extend(filter(None, [look(*given)])) or method(*given))
+    return found
+
+
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of answers that were computed in one array, of each call."""
-    found: list[int] = []
-    step = GenerationBatch._step
-
-    def counted(self: Any) -> Any:
-        found.append(len(self.uids))
-        return step(self)
-
-    monkeypatch.setattr(GenerationBatch, "_step", counted)
-    return found
+    return noted(monkeypatch, GenerationBatch, "_step", lambda self: len(self.uids))
 
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Lengths of prompts, or of parts of them, that were computed in one array, of each call."""
-    found: list[list[int]] = []
-    compute = PromptProcessingBatch.prompt
-
-    def noted(self: Any, tokens: list[list[int]]) -> None:
-        if tokens:
-            found.append([*map(len, tokens)])
-        compute(self, tokens)
-
-    monkeypatch.setattr(PromptProcessingBatch, "prompt", noted)
-    return found
+    return noted(monkeypatch, PromptProcessingBatch, "prompt", lambda _, tokens: [*map(len, tokens)])
 
 
 @pytest.fixture(params=["apart", "together"])

@@ -412,29 +412,28 @@ def test_the_head_computes_what_its_family_computes(heads: Heads, name: str) -> 
     assert mx.allclose(states, x, atol=1e-4) and mx.allclose(head.logits(states), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("knows", [False, True], ids=["random", "knows"])
-@pytest.mark.parametrize("name", NAMES)
-def test_output_is_that_of_plain_decoding(heads: Heads, free_rows: None, name: str, knows: bool) -> None:
-    path = heads(name, knows=knows)
+@pytest.mark.parametrize(
+    ("name", "knows", "bits", "head_bits"),
+    [
+        *((name, knows, None, None) for name in NAMES for knows in (False, True)),
+        *(("qwen3_5", True, 4, head_bits) for head_bits in (4, None, 8)),
+        *(("qwen3_5_moe", True, 8, 8), ("mimo", True, 8, None)),
+    ],
+)
+def test_output_is_that_of_plain_decoding(
+    heads: Heads, free_rows: None, name: str, knows: bool, bits: int | None, head_bits: int | None
+) -> None:
+    path = heads(name, knows=knows, bits=bits, head_bits=head_bits)
     with streamed_with_head(path) as model:
         check_equal(generated(model), alone(path, HEAD_PROMPT, HEAD_TOKENS))
         counters = model.counters
         assert counters.num_passes == HEAD_TOKENS - counters.num_right
-        if knows:
+        if bits is not None:
+            assert counters.num_right > HEAD_TOKENS / 3
+        elif knows:
             assert counters.num_right == counters.num_guessed and counters.num_passes < HEAD_TOKENS / 3
         else:
             assert counters.num_guessed > counters.num_right
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "head_bits"),
-    [("qwen3_5", 4, 4), ("qwen3_5", 4, None), ("qwen3_5", 4, 8), ("qwen3_5_moe", 8, 8), ("mimo", 8, None)],
-)
-def test_quantized(heads: Heads, free_rows: None, name: str, bits: int, head_bits: int | None) -> None:
-    path = heads(name, knows=True, bits=bits, head_bits=head_bits)
-    with streamed_with_head(path) as model:
-        check_equal(generated(model), alone(path, HEAD_PROMPT, HEAD_TOKENS))
-        assert model.counters.num_right > HEAD_TOKENS / 3
         head = model.layout.head
         assert head is not None and any(".scales" in each.name for each in head.parameters) is (head_bits is not None)
 

@@ -62,15 +62,10 @@ def check(records: list[TensorRecord], alignment: int) -> Placement:
     return placement
 
 
-def placements_of(rows: Rows, alignment: int = 1) -> list[Placement]:
-    placed = place_rows(rows, alignment)
-    found = [Placement(placed.nbytes, placed.segments(number), placed.offsets) for number in range(len(placed))]
-    assert {placement.copies for placement in found} <= {bool(placed.copied)}
-    return found
-
-
 def check_rows(rows: Rows, alignment: int) -> list[Placement]:
-    placements = placements_of(rows, alignment)
+    placed = place_rows(rows, alignment)
+    placements = [Placement(placed.nbytes, placed.segments(number), placed.offsets) for number in range(len(placed))]
+    assert {placement.copies for placement in placements} <= {bool(placed.copied)}
     assert len(placements) == len(rows)
     for row, placement in zip(rows, placements, strict=True):
         check_tensors(row, placement, alignment)
@@ -244,21 +239,6 @@ def test_place_rows_lays_out_any_rows(rows: Rows, alignment: int) -> None:
     check_rows(rows, alignment)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 5000),
-    st.lists(st.integers(1, 9000), min_size=1, max_size=9),
-    st.sampled_from((0, 1, MERGE_GAP)),
-    st.sampled_from((0, 77, 5 * MERGE_GAP)),
-    st.sampled_from(ALIGNMENTS),
-)
-def test_experts_one_after_another_are_one_read_each(
-    start: int, sizes: list[int], gap: int, padding: int, alignment: int
-) -> None:
-    placements = check_rows(one_after_another(start, sizes, 4, gap, padding), alignment)
-    assert [len(placement.segments) for placement in placements] == [1] * 4
-
-
 @pytest.mark.parametrize("start", [0, 256, DIRECT_ALIGNMENT])
 def test_rows_of_whole_pages_are_read_in_place(start: int) -> None:
     sizes = [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3
@@ -284,8 +264,9 @@ def at_pages(page_of_b: int, file_of_b: str) -> Rows:
         (at_pages(5, "a"), [True, True]),
         (at_pages(10, "b"), [True, True]),
         (one_after_another(DIRECT_ALIGNMENT + 8, [4096, 4096], 3), [False]),
+        (one_after_another(5, [1, 9000, 77] * 3, 4, MERGE_GAP, 77), [False]),
     ],
-    ids=["only what must be is copied", "small neighbours", "other places", "other files", "misaligned"],
+    ids=["only what must be is copied", "small neighbours", "other places", "other files", "misaligned", "with gaps"],
 )
 def test_neighbours_in_every_row_are_one_read(rows: Rows, in_place: list[bool]) -> None:
     for placement in check_rows(rows, 16):

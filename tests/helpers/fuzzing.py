@@ -209,13 +209,7 @@ def _with_description(text: bytes, arrays: bytes) -> bytes:
     return _HEAD.pack(MAGIC, nbytes, len(text), zlib.crc32(text), zlib.crc32(arrays)) + text + arrays
 
 
-TARGETS: dict[str, Target] = {
-    "header": header,
-    "index": index,
-    "config": config,
-    "modelfile": modelfile,
-    "page": page,
-}
+TARGETS: dict[str, Target] = {target.__name__: target for target in (header, index, config, modelfile, page)}
 
 
 def run(name: str, folder: Path, seed: int, numbers: range, before_chunk: Callable[[], object] = bool) -> None:

@@ -239,16 +239,6 @@ def test_place_rows_lays_out_any_rows(rows: Rows, alignment: int) -> None:
     check_rows(rows, alignment)
 
 
-@pytest.mark.parametrize("start", [0, 256, DIRECT_ALIGNMENT])
-def test_rows_of_whole_pages_are_read_in_place(start: int) -> None:
-    sizes = [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3
-    for rows in (stacked(start, sizes, 6), one_after_another(start, sizes, 6)):
-        placement = check_rows(rows, 256)[0]
-        assert not placement.copies
-        assert {at % DIRECT_ALIGNMENT for at in placement.offsets} == {start % DIRECT_ALIGNMENT}
-    assert placement.nbytes == sum(sizes) + (DIRECT_ALIGNMENT if start % DIRECT_ALIGNMENT else 0)
-
-
 def at_pages(page_of_b: int, file_of_b: str) -> Rows:
     """Two rows of two tensors, which are neighbours in the first row."""
     page = DIRECT_ALIGNMENT
@@ -265,8 +255,19 @@ def at_pages(page_of_b: int, file_of_b: str) -> Rows:
         (at_pages(10, "b"), [True, True]),
         (one_after_another(DIRECT_ALIGNMENT + 8, [4096, 4096], 3), [False]),
         (one_after_another(5, [1, 9000, 77] * 3, 4, MERGE_GAP, 77), [False]),
+        (one_after_another(256, [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3, 6), [True]),
+        (stacked(256, [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT], 6), [True, True]),
     ],
-    ids=["only what must be is copied", "small neighbours", "other places", "other files", "misaligned", "with gaps"],
+    ids=[
+        "what must be",
+        "small neighbours",
+        "elsewhere",
+        "other files",
+        "misaligned",
+        "gaps",
+        "pages",
+        "stacked pages",
+    ],
 )
 def test_neighbours_in_every_row_are_one_read(rows: Rows, in_place: list[bool]) -> None:
     for placement in check_rows(rows, 16):

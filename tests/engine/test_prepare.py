@@ -15,13 +15,14 @@ from mlx_lm import utils as mlx_lm_utils
 
 import mlx_flash
 from mlx_flash import BudgetError, CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
+from mlx_flash.engine import prepare as preparing
 from mlx_flash.engine.prepare import prepare, resolve
 from mlx_flash.engine.prepared import load_tokenizer
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency import machine
-from mlx_flash.storage.safetensors import Checkpoint, read_checkpoint
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
+from noting import noted
 from streamed import config
 
 CONFIG = FlashConfig(ram_budget_gb=1, context_length=256)
@@ -106,13 +107,8 @@ def test_memory_that_others_freed_goes_back_before_a_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside it, loading peaked above the smallest budget."""
-    directory, found = save(tmp_path / "model", LLAMA), list[int]()
-
-    def look(path: Path) -> Checkpoint:
-        found.append(footprint())
-        return read_checkpoint(path)
-
-    monkeypatch.setattr("mlx_flash.engine.prepare.read_checkpoint", look)
+    directory = save(tmp_path / "model", LLAMA)
+    found = noted(monkeypatch, preparing, "read_checkpoint", lambda _: footprint())
     limit = mx.set_cache_limit(1 << 30)
     try:
         mx.eval(mx.zeros((64 << 20,), mx.uint8))  # MLX keeps the buffer

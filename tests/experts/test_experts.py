@@ -40,6 +40,7 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.planner import make_plan
 from models import MIXTRAL, QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from noting import noted
 from saved_models import model_fixture
 from streamed import config, streamed_whole
 from zoo.compare import TURNS, difference_in, find_difference, trace
@@ -388,13 +389,7 @@ def test_slots_of_a_trial_leave_before_the_pool_comes(
 
 @pytest.mark.usefixtures("in_stacks")
 def test_a_back_end_is_tried_with_few_slots(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def arena(num_slots: int, *others: Any) -> SlotArena:
-        made.append(num_slots)
-        return SlotArena(num_slots, *others)
-
-    monkeypatch.setattr(pooledstacks, "SlotArena", arena)
+    made = noted(monkeypatch, pooledstacks, "SlotArena", lambda num_slots, *_: num_slots)
     monkeypatch.setattr(pooledstacks, "_TRIED_BYTES", 1)
     with with_pool(quantized, 24) as model:
         assert pool_of(model).slots.num_slots == 24

@@ -22,6 +22,7 @@ from mlx_flash.layout.trace import scores_of
 from mlx_flash.model import FlashLLM
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from noting import noted
 from saved_models import model_fixture
 from streamed import config
 from zoo.weights import VARIANTS, save
@@ -102,14 +103,7 @@ TOKENS = [[(7 * i + i * i) % 1000] for i in range(100)]
 
 
 def test_right_predictions_waste_no_reads_and_no_rows(foreseeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    real = PooledStacks.run
-
-    def count(self: PooledStacks, layer: int, x: mx.array, slots: mx.array) -> mx.array:
-        rows.append(slots.size if layer else 0)
-        return real(self, layer, x, slots)
-
-    monkeypatch.setattr(PooledStacks, "run", count)
+    rows = noted(monkeypatch, PooledStacks, "run", lambda _, layer, x, slots: slots.size if layer else 0)
     with with_pool(foreseeable, 24) as model:
         ahead = ahead_of(model)
         guess = ahead.guess

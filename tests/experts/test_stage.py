@@ -23,6 +23,7 @@ from mlx_flash.storage.placement import Segment, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import TensorRecord
 from models import QWEN3_MOE, same_bits, stock
+from noting import noted
 from saved_models import model_fixture
 
 NUM_EXPERTS, TOP_K = 16, 2
@@ -85,15 +86,7 @@ def test_rows_are_placed_as_in_the_whole_stack(
 def spy_on(model: FlashLLM, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Segment]]:
     """The reads that are asked for from now on."""
     assert model.engine is not None
-    asked: list[Sequence[Segment]] = []
-    submit = model.engine.reader.submit
-
-    def spy(segments: Sequence[Segment], *args: Any, **options: Any) -> Any:
-        asked.append(segments)
-        return submit(segments, *args, **options)
-
-    monkeypatch.setattr(model.engine.reader, "submit", spy)
-    return asked
+    return noted(monkeypatch, model.engine.reader, "submit", lambda segments, *_, **__: segments)
 
 
 def routing(num_tokens: int, seed: int = 0) -> mx.array:

@@ -40,6 +40,7 @@ from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.residency.plan import together_bytes
 from models import GEMMA3, LLAMA, MAMBA2, VOCAB_SIZE, same_bits, save, save_initialised, stock
+from noting import noted
 from oracle import Oracle, free_rows, with_room
 from shared_passes import (
     MODELS,
@@ -98,14 +99,7 @@ def test_caches_that_cannot_be_merged_are_those_of_rows(directories: Directories
 
 def test_without_room_for_padding_sequences_are_rows(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest of those that are computed together decide."""
-    made: list[dict[str, Any]] = []
-
-    class Noted(RowGenerator):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            made.append(options)
-            super().__init__(*args, **options)
-
-    monkeypatch.setattr(batches, "RowGenerator", Noted)
+    made = noted(monkeypatch, batches, "RowGenerator", lambda *_, **options: options)
     all_end = SimpleNamespace(eos_token_ids=range(VOCAB_SIZE), decode=str)
     with load_model(directories("llama"), config(ram_budget_gb=LARGE_GB))[0] as model:
         most = next(n for n in range(1000, 10**7, 1000) if shares_passes(model, [n] * 3))

@@ -21,6 +21,7 @@ from mlx_flash.errors import BudgetError, ClosedError
 from mlx_flash.generation import RowGenerator
 from mlx_flash.memory.arena import active_memory
 from models import GEMMA3, LLAMA, MAMBA2, NARROW_LLAMA, same_bits, save, stock
+from noting import noted
 from saved_models import model_fixture
 from shared_passes import check_equal
 from streamed import LARGE_GB, config
@@ -136,12 +137,7 @@ def test_max_tokens_0_draws_as_many_random_numbers_as_mlx_lm(llama: Path, budget
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call whose memory was looked at."""
-    found: list[int] = []
-    choose, admit = Passes.choose, Passes.admit
-
-    def chosen(passes: Passes, rows: Any) -> Any:
-        found.append(rows[0].left[0].num_tokens)
-        return choose(passes, rows)
+    found, admit = noted(monkeypatch, Passes, "choose", lambda _, rows: rows[0].left[0].num_tokens), Passes.admit
 
     def admitted(passes: Passes, call: Any) -> bool:
         is_admitted = admit(passes, call)
@@ -149,7 +145,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(call.num_tokens)
         return is_admitted
 
-    monkeypatch.setattr(Passes, "choose", chosen)
     monkeypatch.setattr(Passes, "admit", admitted)
     return found
 

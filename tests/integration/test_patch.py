@@ -23,6 +23,7 @@ from mlx_flash import FlashConfig, FlashLLM, StreamedWeightsError, apply_flash_p
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.generation import RowGenerator
 from models import LLAMA, PREFILL_AND_DECODE, make_random_model, run, same_bits, save, stock
+from noting import noted
 from saved_models import random_model_fixture
 
 ORIGINAL = mlx_lm.utils.load_model
@@ -142,14 +143,7 @@ def test_another_patch_over_ours_is_not_lost(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     apply_flash_patch(config())
-    ours = mlx_lm.utils.load_model
-    calls = []
-
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return ours(*args, **kwargs)
-
-    monkeypatch.setattr(mlx_lm.utils, "load_model", theirs)
+    calls = noted(monkeypatch, mlx_lm.utils, "load_model", lambda *args, **_: args)
     remove_flash_patch()
     assert "replaced again" in caplog.text
     assert not isinstance(mlx_lm.load(str(model_dir))[0], FlashLLM)

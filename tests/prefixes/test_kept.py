@@ -22,6 +22,7 @@ from mlx_flash.prefixes.prefixcache import RowLeaf, prefix_directory
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest
+from noting import noted
 from served import LONG, Answer, Served, serving, stock_serving, turn
 from served import model as model  # a fixture
 
@@ -75,15 +76,9 @@ def test_memory_for_kept_conversations_comes_from_the_engine_thread(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change of the budget takes lent memory back there, too."""
-    real, found = Lending.recall, list[bool]()
-
-    def recall(self: Lending, nbytes: int) -> int:
-        found.append(enginethread.check())
-        return real(self, nbytes)
-
     with serving(model, context_length=4096) as mine:
         mine.ask(*turn(QUESTIONS[0]))
-        monkeypatch.setattr(Lending, "recall", recall)
+        found = noted(monkeypatch, Lending, "recall", lambda *_: enginethread.check())
         mine.ask(*turn(QUESTIONS[1]))
         assert mine.kept
     assert found and all(found)

@@ -17,6 +17,7 @@ from mlx_flash.engine.passes import Passes, waiting_bytes
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from mlx_flash.prefixes.store import clear_prefixes
 from models import GEMMA3, MAMBA2, NARROW_LLAMA, save, stock
+from noting import noted
 from prefix_runs import PROMPT, STEP, generated, loaded, restored
 from saved_models import model_fixture
 from zoo import configuration
@@ -58,14 +59,7 @@ def test_parts_of_a_prompt_share_a_pass(llama: Path, kv_cache: str) -> None:
 
 def test_parts_after_one_that_was_cut_are_found_again(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget had room for smaller parts only, both times."""
-    choose = Passes.choose
-
-    def cutting(self: Passes, rows: Any) -> Any:
-        if rows[0].length == STEP:
-            rows[0].cut()
-        return choose(self, rows)
-
-    monkeypatch.setattr(Passes, "choose", cutting)
+    noted(monkeypatch, Passes, "choose", lambda _, rows: rows[0].cut() if rows[0].length == STEP else None)
     clear_prefixes(prefix_directory())
     for num_restored in (0, len(PROMPT) - 1):
         with streamed(llama) as model:

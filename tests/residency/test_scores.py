@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
@@ -17,14 +16,13 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_flash.compat.arrays import AttentionCall, observed_attention
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine import passes
-from mlx_flash.engine.need import Need
-from mlx_flash.engine.need import make_room as stock_make_room
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency import sizes
 from mlx_flash.residency.sizes import RESULTS, ActivationSizes, bytes_per_pair
 from mlx_flash.streaming.stream import PinnedLayers
 from models import save, stock
+from noting import noted
 from streamed import config, streamed_whole
 from zoo import configuration
 
@@ -108,16 +106,11 @@ def test_scores_of_quantized_keys_take_no_more_than_planned(tmp_path: Path) -> N
 @pytest.mark.parametrize("bits", [None, 4, 8])
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_token_with_many_quantized_keys_takes_no_more_than_counted(
-    tmp_path: Path, bits: int | None, is_own: bool
+    tmp_path: Path, bits: int | None, is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save(tmp_path / "llama", configuration("llama"))
-    checked = [0]
-
-    def make_room(need: Need, *options: Any, **flags: Any) -> Need:
-        checked.append(need.activations + need.waiting)
-        return stock_make_room(need, *options, **flags)
-
-    with streamed_whole(directory, speculation=False) as model, patch.object(passes, "make_room", make_room):
+    checked = noted(monkeypatch, passes, "make_room", lambda need, *_, **__: need.activations + need.waiting)
+    with streamed_whole(directory, speculation=False) as model:
         model.start()
         model.plan = replace(model.plan, budget_bytes=10**10, prefill_step_size=512)
         cache = model.make_cache() if is_own else make_prompt_cache(stock(directory))

@@ -8,7 +8,7 @@ import importlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -31,6 +31,7 @@ from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Answers, Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
 from models import make_random_model
+from noting import noted
 from served import LONG, Served, events_of, every, model, serving, text_of, turn
 from zoo import configuration
 
@@ -70,13 +71,6 @@ def expected_of(served: Served, *asked: GenerationRequest) -> list[str]:
     return [known[repr(each)] for each in asked]
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, look: Callable[..., Any]) -> list[Any]:
-    """Return what a look at the arguments of each call of a method finds, where it finds something."""
-    found, method = list[Any](), getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given: found.extend(filter(None, [look(*given)])) or method(*given))
-    return found
-
-
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of answers that were computed in one array, of each call."""
@@ -86,7 +80,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Lengths of prompts, or of parts of them, that were computed in one array, of each call."""
-    return noted(monkeypatch, PromptProcessingBatch, "prompt", lambda _, tokens: [*map(len, tokens)])
+    return noted(monkeypatch, PromptProcessingBatch, "prompt", lambda _, tokens: [*map(len, tokens)] or None)
 
 
 @pytest.fixture(params=["apart", "together"])

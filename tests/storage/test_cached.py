@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -21,6 +20,7 @@ from mlx_flash.storage.prefetcher import (
 )
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
+from noting import noted
 from reading import Load, packed, write_file
 from streamed import streamed_whole
 
@@ -101,18 +101,11 @@ def test_model_reads_the_share_through_the_page_cache(
     monkeypatch.setattr("mlx_flash.storage.prefetcher.CACHED_BLOCK_BYTES", DIRECT_ALIGNMENT)
     nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     monkeypatch.setattr("mlx_flash.engine.engine._spare_memory", lambda budget: int(share * nbytes))
-    kept: list[bool] = []
-    real = RangeReader.read
-
-    def spy(self: RangeReader, *args: Any) -> None:
-        kept.append(args[-1])
-        real(self, *args)
-
     with streamed_whole(directory, io=io) as model:
-        monkeypatch.setattr(RangeReader, "read", spy)
+        reads = noted(monkeypatch, RangeReader, "read", lambda *args: args[-1])
         assert same_bits(run(model, [[1, 2], [3], [4]]), run(stock(directory), [[1, 2], [3], [4]]))
         assert model.engine is not None
-        stats, reads = model.engine.reader.stats, kept
+        stats = model.engine.reader.stats
         assert abs(model.engine.reader.cached.file_bytes / nbytes - (share if io == "auto" else 0)) < 0.01
     expected = share if io == "auto" else 0
     assert abs(stats.cached_bytes / stats.nbytes - expected) < 0.25

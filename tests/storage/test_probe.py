@@ -18,6 +18,7 @@ from mlx_flash.storage import probe
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, doubt_profile, probe_disk
 from models import save
+from noting import noted
 from reading import descriptors, num_cached_pages, reader_threads, write_file
 from zoo import configuration
 
@@ -118,14 +119,7 @@ def test_page_cache_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) 
     with big.open("rb") as file:
         os.fsync(file.fileno())
     assert num_cached_pages(big) > 500
-    left = []
-    real = BackgroundPrefetcher.start
-
-    def start(reader: BackgroundPrefetcher, *args: object) -> object:
-        left.append(num_cached_pages(big))
-        return real(reader, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(BackgroundPrefetcher, "start", start)
+    left = noted(monkeypatch, BackgroundPrefetcher, "start", lambda *_: num_cached_pages(big))
     probe._measure(big, False, 4 << 20, 1, 0, 2 * SAMPLE)
     assert left[0] < 50
     assert num_cached_pages(big) < 50, "the pages of the probe were dropped, too"

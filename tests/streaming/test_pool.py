@@ -31,9 +31,10 @@ from mlx_flash.memory.arena import SlotArena
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage import prefetcher as prefetcher_module
 from mlx_flash.storage.placement import place_rows
-from mlx_flash.storage.prefetcher import BackgroundPrefetcher, Reads
+from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import TensorRecord
 from mlx_flash.streaming.stream import POISON
+from noting import noted
 
 Experts = list[tuple[int, int]]
 
@@ -295,15 +296,7 @@ def test_calls_in_any_order(checkpoint: Checkpoint) -> None:
 @pytest.fixture
 def started(reader: BackgroundPrefetcher, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
     """The reads from now on: where each begins in its file, and its options."""
-    found = []
-    start = reader.start
-
-    def spy(reads: Reads, *args: Any, **options: Any) -> Any:
-        found.append((reads.segments[0].offset, options))
-        return start(reads, *args, **options)
-
-    monkeypatch.setattr(reader, "start", spy)
-    return found
+    return noted(monkeypatch, reader, "start", lambda reads, *_, **options: (reads.segments[0].offset, options))
 
 
 def test_misses_are_read_in_file_order(

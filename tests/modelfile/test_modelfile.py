@@ -254,8 +254,8 @@ def test_what_has_no_effect_is_noted() -> None:
 @pytest.mark.parametrize("what", ["SYSTEM", "PARAMETER top_k", "FLASH_NUM_SLOTS", "TEMPLATE"])
 def test_what_is_said_twice_counts_once(what: str) -> None:
     text = "{{ messages }}" if what == "TEMPLATE" else ""
-    found = parse(f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
-    assert [note.line for note in found.notes] == [2, 4]
+    found = parse(f"{what} 3{text}", f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
+    assert [note.line for note in found.notes] == [2, 3, 5]
     assert found.notes[0].text == f"{what} has no effect: line 3 says it again"
     said = (found.system, found.parameters.get("top_k"), found.flash.get("num_slots"), found.template)
     assert [str(value)[0] for value in said if value is not None] == ["2"]

@@ -259,6 +259,10 @@ def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str
         yield record.name, record.dtype, record.shape, checksum
 
 
+_WAIT_SECONDS = 0.1
+"""A folder is waited for so long, then by its name again: a run that has renamed it may hold it as long as it lives."""
+
+
 class Rewrite:
     """A folder of shards that are made from a checkpoint in a state, with a note of facts about it.
 
@@ -295,14 +299,15 @@ class Rewrite:
             lock.release()
 
     def _lock(self, busy: Callable[[], object]) -> HeldLock:
-        wait = False
+        wait = 0.0
         while True:
             self.partial.mkdir(mode=self._mode, parents=True, exist_ok=True)
             try:
                 return HeldLock(self.partial, wait=wait, required=False)
             except BlockingIOError:
-                busy()
-                wait = True
+                if not wait:
+                    busy()
+                wait = _WAIT_SECONDS
             except FileNotFoundError:
                 pass  # the other run has renamed or removed it
 

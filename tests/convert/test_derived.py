@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -20,7 +22,7 @@ from fused import SMALL, sanitize, save_fused
 from mlx_flash import FlashConfig, FlashLLM, cli
 from mlx_flash.convert import derived
 from mlx_flash.convert.derived import adopt_derived, derived_directory, derived_parameters, list_copies, make_room
-from mlx_flash.convert.pack import NOTE_NAME, TensorSpec
+from mlx_flash.convert.pack import NOTE_NAME, Rewrite, TensorSpec
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import FlashError, ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock
@@ -197,6 +199,21 @@ def test_of_two_at_once_one_writes(directory: Path, monkeypatch: pytest.MonkeyPa
     with ThreadPoolExecutor() as pool:
         assert not any(map(derived_parameters, pool.map(adopt, [directory] * 2)))
     assert len(written) == NUM_DERIVED and [copy.is_complete for copy in list_copies()] == [True]
+
+
+def test_a_run_that_has_waited_does_not_wait_for_the_user_of_the_copy(tmp_path: Path) -> None:
+    rewrite, waits = Rewrite(tmp_path / "copy", [], cast(Any, None), cast(Any, {})), threading.Event()
+    rewrite.partial.mkdir()
+    other = HeldLock(rewrite.partial)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: rewrite.locked(waits.set).__enter__())
+        assert waits.wait(20)
+        rewrite.partial.rename(rewrite.target)
+        fcntl.flock(other.fd, fcntl.LOCK_SH)
+        try:
+            waiting.result(20)
+        finally:
+            other.release()
 
 
 # --- which copy is right ---------------------------------------------------------------------------------------------

@@ -62,10 +62,15 @@ def check(records: list[TensorRecord], alignment: int) -> Placement:
     return placement
 
 
-def check_rows(rows: Rows, alignment: int) -> list[Placement]:
+def placements_of(rows: Rows, alignment: int = 1) -> list[Placement]:
     placed = place_rows(rows, alignment)
-    placements = [Placement(placed.nbytes, placed.segments(number), placed.offsets) for number in range(len(placed))]
-    assert {placement.copies for placement in placements} <= {bool(placed.copied)}
+    found = [Placement(placed.nbytes, placed.segments(number), placed.offsets) for number in range(len(placed))]
+    assert {placement.copies for placement in found} <= {bool(placed.copied)}
+    return found
+
+
+def check_rows(rows: Rows, alignment: int) -> list[Placement]:
+    placements = placements_of(rows, alignment)
     assert len(placements) == len(rows)
     for row, placement in zip(rows, placements, strict=True):
         check_tensors(row, placement, alignment)
@@ -239,6 +244,31 @@ def test_place_rows_lays_out_any_rows(rows: Rows, alignment: int) -> None:
     check_rows(rows, alignment)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 5000),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=9),
+    st.sampled_from((0, 1, MERGE_GAP)),
+    st.sampled_from((0, 77, 5 * MERGE_GAP)),
+    st.sampled_from(ALIGNMENTS),
+)
+def test_experts_one_after_another_are_one_read_each(
+    start: int, sizes: list[int], gap: int, padding: int, alignment: int
+) -> None:
+    placements = check_rows(one_after_another(start, sizes, 4, gap, padding), alignment)
+    assert [len(placement.segments) for placement in placements] == [1] * 4
+
+
+@pytest.mark.parametrize("start", [0, 256, DIRECT_ALIGNMENT])
+def test_rows_of_whole_pages_are_read_in_place(start: int) -> None:
+    sizes = [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3
+    for rows in (stacked(start, sizes, 6), one_after_another(start, sizes, 6)):
+        placement = check_rows(rows, 256)[0]
+        assert not placement.copies
+        assert {at % DIRECT_ALIGNMENT for at in placement.offsets} == {start % DIRECT_ALIGNMENT}
+    assert placement.nbytes == sum(sizes) + (DIRECT_ALIGNMENT if start % DIRECT_ALIGNMENT else 0)
+
+
 def at_pages(page_of_b: int, file_of_b: str) -> Rows:
     """Two rows of two tensors, which are neighbours in the first row."""
     page = DIRECT_ALIGNMENT
@@ -254,20 +284,8 @@ def at_pages(page_of_b: int, file_of_b: str) -> Rows:
         (at_pages(5, "a"), [True, True]),
         (at_pages(10, "b"), [True, True]),
         (one_after_another(DIRECT_ALIGNMENT + 8, [4096, 4096], 3), [False]),
-        (one_after_another(5, [1, 9000, 77] * 3, 4, MERGE_GAP, 77), [False]),
-        (one_after_another(256, [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT] * 3, 6), [True]),
-        (stacked(256, [4 * DIRECT_ALIGNMENT, DIRECT_ALIGNMENT], 6), [True, True]),
     ],
-    ids=[
-        "what must be",
-        "small neighbours",
-        "elsewhere",
-        "other files",
-        "misaligned",
-        "gaps",
-        "pages",
-        "stacked pages",
-    ],
+    ids=["only what must be is copied", "small neighbours", "other places", "other files", "misaligned"],
 )
 def test_neighbours_in_every_row_are_one_read(rows: Rows, in_place: list[bool]) -> None:
     for placement in check_rows(rows, 16):

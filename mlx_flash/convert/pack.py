@@ -260,7 +260,7 @@ def _read_back(path: Path, count: Callable[[int], object]) -> Iterator[tuple[str
 
 
 _WAIT_SECONDS = 0.1
-"""A folder is waited for so long, then by its name again: a run that has renamed it may hold it as long as it lives."""
+"""After so long a wait the folder is opened by its name again: a run that has renamed it may hold it until it ends."""
 
 
 class Rewrite:

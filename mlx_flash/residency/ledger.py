@@ -316,8 +316,8 @@ def on_disk(ledger: Ledger, context_length: int, room: int, kv_ram_gb: float | N
             "under way to the disk and back. Hint: give more, or set a smaller context_length."
         )
     # layers in memory have room, too, for a copy of the largest one that grows
-    room = limit - least - max(rows) * context_length
-    offloaded = _offloaded(rows, context_length, room) if limit < whole else []
+    left = limit - least - max(rows) * context_length
+    offloaded = _offloaded(rows, context_length, left) if limit < whole else []
     return KVShare(
         options=replace(ledger.options, budget_bytes=limit),
         nbytes=limit + ledger.others.nbytes(context_length) + ledger.states(ledger.step),

@@ -44,7 +44,15 @@ from mlx_flash.memory.pagecache import (
 )
 from mlx_flash.storage.blocks import BLOCK_BYTES, BlockReader, BlockTable
 from mlx_flash.storage.placement import Piece, Place, Segment, read_pages
-from mlx_flash.storage.safetensors import FIELDS, FileIdentity, Shard, TensorRecord, identity_of, is_coded, read_shard
+from mlx_flash.storage.safetensors import (
+    IDENTITY_FIELDS,
+    FileIdentity,
+    Shard,
+    TensorRecord,
+    identity_of,
+    is_coded,
+    read_shard,
+)
 
 T = TypeVar("T")
 
@@ -95,7 +103,7 @@ class SourceFile:
     def check_unchanged(self, tensor: str) -> None:
         """Check that the path still leads to the same file, and that nobody has written to it. Costs one ``stat``."""
         try:
-            found = FIELDS(os.stat(self._name))  # noqa: PTH116 - for each unit: no call
+            found = IDENTITY_FIELDS(os.stat(self._name))  # noqa: PTH116 - runs for each unit, so without identity_of
         except OSError as error:
             raise FileChangedError(
                 f"cannot go on reading '{tensor}' from {self.path}: {error.strerror}. Hint: {self.hint}."

@@ -97,13 +97,13 @@ class FileIdentity(NamedTuple):
         return ", ".join(names).replace("nbytes", "size").replace("_", " ")
 
 
-FIELDS = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+IDENTITY_FIELDS = attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 """Returns the numbers of a :class:`FileIdentity` from a result of ``os.stat``."""
 
 
 def identity_of(path: Path | str | int) -> FileIdentity:
     """Return the identity of a file or descriptor. Raises: OSError."""
-    return FileIdentity(*FIELDS(os.stat(path)))  # noqa: PTH116
+    return FileIdentity(*IDENTITY_FIELDS(os.stat(path)))  # noqa: PTH116
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ MLX_LM ?= 0.32.1
 COMPAT := .venv-mlx-lm-$(MLX_LM)
 COMPAT_TESTS := $(foreach test,compat dropped layers generation patch prefixes serving kv_cache forms guard server cli monitor talk,$(wildcard tests/*/test_$(test).py))
 
-test-compat: $(COMPAT)/.installed  ## run what touches private parts of mlx-lm, with release MLX_LM of it
+test-compat: $(COMPAT)/.installed  ## run what depends on libraries, with their oldest releases and release MLX_LM of mlx-lm
 	$(COMPAT)/bin/python -m pytest $(COMPAT_TESTS)
 
 zoo: $(DEVELOPS)  ## run every architecture of mlx-lm, stock and streamed, and compare bit for bit

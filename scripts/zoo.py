@@ -1,12 +1,10 @@
 """Comparison of every architecture of mlx-lm, stock and streamed, bit for bit, with tiny random models.
 
-With ``--ranks 2`` the layers of each model take turns between two processes, and only logits are compared. ``--vision``
-compares mlx-vlm's architectures, in fp32.
+``--vision`` compares mlx-vlm's architectures, in fp32.
 
 Example:
     python scripts/zoo.py
     python scripts/zoo.py llama gemma3n --variants 4bit,mxfp4
-    python scripts/zoo.py --ranks 2
     python scripts/zoo.py --vision qwen2_vl gemma3
 """
 
@@ -26,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 from zoo import names
 from zoo.compare import Outcome
-from zoo.pool import Case, outcome_of, outcome_on_ranks, run
+from zoo.pool import Case, outcome_of, run
 from zoo.weights import VARIANTS
 
 DEFAULT_VARIANTS = "bf16,4bit"
@@ -41,9 +39,7 @@ def main() -> int:
         chosen, default = arguments.names or vlm_zoo.architectures(), "fp32"
         run_one = partial(outcome_of, target=vlm_zoo.compare)
     else:
-        chosen = select(arguments.names)
-        run_one = partial(outcome_on_ranks, num_ranks=arguments.ranks) if arguments.ranks > 1 else outcome_of
-        default = "bf16" if arguments.ranks > 1 else DEFAULT_VARIANTS
+        chosen, default, run_one = select(arguments.names), DEFAULT_VARIANTS, outcome_of
     variants = (arguments.variants or default).split(",")
     instead = {} if arguments.variants else {"bf16": "fp32"}
     cases = [Case(name, variant, instead.get(variant)) for variant in variants for name in chosen]
@@ -73,7 +69,6 @@ def parse_arguments() -> argparse.Namespace:
         metavar="LIST",
         help=f"of {', '.join(VARIANTS)}; the default is {DEFAULT_VARIANTS}, with fp32 where stock cannot run bf16",
     )
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="share each model among local processes")
     parser.add_argument("--vision", action="store_true", help="compare with mlx-vlm, in fp32")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="for each architecture")

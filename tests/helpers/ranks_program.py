@@ -1,4 +1,4 @@
-"""What each rank runs for the tests of ranks and for ``scripts/zoo.py --ranks``: shared layers against stock mlx-lm.
+"""What each rank runs for the tests of ranks: shared layers against stock mlx-lm.
 
 Its arguments are what to compare (:data:`KINDS`), a folder, cases with commas between them, and an option. Prints a
 line of JSON for each case: rank, case, and what was found, which is an error at the end.
@@ -7,7 +7,6 @@ line of JSON for each case: rank, case, and what was found, which is an error at
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import math
 import sys
@@ -39,9 +38,6 @@ from mlx_flash.streaming.stream import unit_states
 from models import PREFILL_AND_DECODE, run, same_bits, stock
 from shared_passes import PROMPT, PROMPTS, STEP, alone, solo, together
 from streamed import carried_out, config, streamed_whole
-from zoo import configuration
-from zoo.compare import LONGEST_CALL, find_flaw, one_line, trace
-from zoo.weights import VARIANTS, save
 
 GROUP = join()
 Found = dict[str, Any]
@@ -250,44 +246,9 @@ def compare_rows(root: Path, case: str, option: str) -> Found:
     return ROWS.get(case, compare)(root / name)
 
 
-# Every architecture
-
-
-def compare_architecture(root: Path, name: str, variant: str) -> Found:
-    """Return a digest of the logits of an architecture, and whether it is stock's; or why stock has none."""
-    digest, reason = stock_digest(root, name, variant) if GROUP.rank() == 0 else ("", "")
-    if int(mx.distributed.all_sum(mx.array(bool(reason), mx.int32), group=GROUP).item()):
-        return {"cannot": reason}
-    tile_rows = 3 * configuration(name)["vocab_size"] // 5
-    with streamed_whole(root, tile_rows=tile_rows, group=GROUP, prefill_step_size=LONGEST_CALL) as model:
-        found = digest_of(trace(model))
-    return {"is_equal": GROUP.rank() > 0 or found == digest, "digest": found}
-
-
-def stock_digest(directory: Path, name: str, variant: str) -> tuple[str, str]:
-    """Save a model. Return a digest of stock's logits, or why they prove nothing."""
-    try:
-        save(directory, configuration(name), VARIANTS[variant])
-        found = trace(stock(directory))
-    except (Exception, SystemExit) as error:
-        return "", one_line(error)
-    return digest_of(found), find_flaw(found[0])
-
-
-def digest_of(found: Sequence[tuple[str, Any]]) -> str:
-    """Return a digest of all logits. Caches of other ranks' layers are elsewhere."""
-    digest = hashlib.sha256()
-    for label, value in found:
-        if label.startswith("logits"):
-            digest.update(f"{label} {value.dtype} {value.shape}".encode())
-            digest.update(bytes(memoryview(mx.contiguous(value).view(mx.uint8))))
-    return digest.hexdigest()
-
-
 KINDS: dict[str, Callable[[Path, str, str], Found]] = {
     "models": compare_model,
     "rows": compare_rows,
-    "zoo": compare_architecture,
 }
 
 

@@ -62,7 +62,6 @@ class Outcome:
     nbytes: int = 0
     streamed_bytes: int = 0
     num_cuts: int = 0  # finer cuts of the layers, row tiles among them, that gave the same bits
-    in_order: bool = False  # the parts of a prompt cannot share a pass, since layers use the caches of others
     num_stacks: int = 0  # stacks of experts that were read expert by expert
     num_pools: int = 0  # ways to read them that gave the same bits
     seconds: float = 0.0
@@ -113,7 +112,6 @@ def run_streamed(directory: Path, outcome: Outcome, expected: list[Any], in_turn
             describe(model, outcome)
             num_cuts = len(model.layout.finer)
             got = trace(model)
-            outcome.in_order = model._life.passes._needs_order
             closed = trace(model.close(), GENERATIONS[-1:])
         outcome.reason = judge(directory, outcome, expected, got, closed)
         first_cut = max(1, num_cuts) if in_turns else 1

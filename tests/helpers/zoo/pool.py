@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import mlx.core as mx
 
 import children
-from local_ranks import RANKS_PROGRAM, lines_of, run_ranks
 from zoo.compare import Outcome, compare
 
 FORKS = multiprocessing.get_context("forkserver" if mx.default_device() == mx.cpu else "spawn")
 """Of a server process that has imported mlx-lm and computed nothing. CUDA does not survive a fork."""
-
-REFUSALS = ("StreamedWeightsError", "ConfigError")
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -68,32 +61,6 @@ def outcome_of(case: Case, timeout: float, target: Callable[[Case, Connection], 
         process.join()
     status = "cannot" if phase == "stock" else "failed"
     return Outcome(case.name, case.variant, status, reason, seconds=time.monotonic() - began)
-
-
-def outcome_on_ranks(case: Case, timeout: float, num_ranks: int = 2) -> Outcome:
-    """Compare one case whose layers take turns between ranks of this machine."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="zoo-ranks-") as folder:
-        try:
-            done = run_ranks(num_ranks, RANKS_PROGRAM, "zoo", folder, case.name, case.variant, timeout=timeout)
-            status, reason = _judge(done)
-        except TimeoutError as error:
-            status, reason = "failed", str(error)
-    return Outcome(case.name, case.variant, status, reason, seconds=time.monotonic() - began)
-
-
-def _judge(done: Sequence[subprocess.CompletedProcess[str]]) -> tuple[str, str]:
-    """Return status and reason. What ends one rank ends others with an error that says only that."""
-    found: list[dict[str, Any]] = [found for _, _, found in lines_of(done)]
-    errors = [each for each in found if each.get("error", "PeerError") != "PeerError"]
-    if errors:
-        return "refused" if errors[0]["error"] in REFUSALS else "failed", f"{errors[0]['error']}: {errors[0]['text']}"
-    if len(found) < len(done) or any(each.returncode for each in done):
-        return "failed", f"a rank ended: {' '.join(' '.join(each.stderr[-200:] for each in done).split())}"
-    if reasons := [each["cannot"] for each in found if each.get("cannot")]:
-        return "cannot", reasons[0]
-    is_same = all(each["is_equal"] for each in found) and len({each["digest"] for each in found}) == 1
-    return ("ok", "") if is_same else ("failed", "ranks have other logits than stock")
 
 
 def run(

@@ -1,18 +1,18 @@
-"""The server without its sockets, and mlx-lm's beside it."""
+"""The server without its sockets, and the answers of mlx-lm alone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import mlx_lm
 import pytest
-from mlx_lm import server
 
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
@@ -28,25 +28,6 @@ Answer = list[tuple[str, float]]
 """Text and log-probability of every token."""
 
 Computed = TypeVar("Computed")
-
-FLAGS: dict[str, Any] = {
-    "adapter_path": None,
-    "draft_model": None,
-    "num_draft_tokens": None,
-    "trust_remote_code": False,
-    "chat_template": None,
-    "use_default_chat_template": False,
-    "chat_template_args": {},
-    "kv_bits": None,
-    "kv_group_size": 64,
-    "quantized_kv_start": 0,
-    "pipeline": False,
-    "decode_concurrency": 32,
-    "prompt_concurrency": 8,
-    "prefill_step_size": 1024,
-    "prompt_cache_size": 10,
-    "prompt_cache_bytes": 1 << 30,
-}
 
 
 class Served:
@@ -80,8 +61,15 @@ class Served:
 
     @property
     def kept(self) -> list[list[Any]]:
-        """The prompt caches that are kept."""
-        return kept_in(self.prompt_cache)
+        """The prompt caches that are kept, from mlx-lm's class."""
+        lists, found = [self.prompt_cache._trie._trie], []
+        while lists:
+            for key, value in lists.pop().items():
+                if key == "__value__":
+                    found.append(value.prompt_cache)
+                else:
+                    lists.append(value)
+        return found
 
     def submit(self, *requests: GenerationRequest) -> list[Answers]:
         """Send requests to the thread together, each with a client of its own."""
@@ -142,69 +130,19 @@ def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Piece))
 
 
-class StockServed:
-    """mlx-lm's generation thread."""
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-        self._insert = generator.prompt_cache.insert_cache
-        self._inserted = threading.Semaphore(0)
-        generator.prompt_cache.insert_cache = self._count
-
-    def _count(self, *args: Any, cache_type: str = "assistant") -> None:
-        self._insert(*args, cache_type=cache_type)
-        if cache_type == "assistant":  # the last one of a request
-            self._inserted.release()
-
-    @property
-    def prompt_cache(self) -> Any:
-        return self.generator.prompt_cache
-
-    @property
-    def kept(self) -> list[list[Any]]:
-        return kept_in(self.prompt_cache)
-
-    def ask(self, *messages: dict[str, str], seed: int | None = None, max_tokens: int = 5) -> Answer:
-        request = server.CompletionRequest("chat", "", list(messages), None, None)
-        arguments = server.GenerationArguments(
-            model=server.ModelDescription("default_model", None, None),
-            sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
-            logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-            stop_words=[],
-            max_tokens=max_tokens,
-            num_draft_tokens=3,
-            logprobs=False,
-            top_logprobs=0,
-            seed=seed,
-            chat_template_kwargs=None,
-        )
-        _, responses = self.generator.generate(request, arguments)
-        answer = [(response.text, response.logprob) for response in responses]
-        assert self._inserted.acquire(timeout=60)
-        return answer
+@functools.cache
+def stock_model(folder: str) -> tuple[Any, Any]:
+    """Load a model with mlx-lm."""
+    model, tokenizer, *_ = mlx_lm.load(folder)
+    return model, tokenizer
 
 
-def kept_in(prompt_cache: Any) -> list[list[Any]]:
-    """Return the prompt caches that mlx-lm's class holds."""
-    lists, found = [prompt_cache._trie._trie], []
-    while lists:
-        for key, value in lists.pop().items():
-            if key == "__value__":
-                found.append(value.prompt_cache)
-            else:
-                lists.append(value)
-    return found
-
-
-@contextlib.contextmanager
-def stock_serving(model: str) -> Iterator[StockServed]:
-    """mlx-lm's own server."""
-    provider = server.ModelProvider(SimpleNamespace(model=model, **FLAGS))
-    generator = server.ResponseGenerator(provider, server.LRUPromptCache(10))
-    try:
-        yield StockServed(generator)
-    finally:
-        generator.stop_and_join()
+def stock_answer(folder: str, *messages: dict[str, str], max_tokens: int = 5) -> Answer:
+    """Return the answer of mlx-lm's own ``stream_generate``, which its server calls."""
+    model, tokenizer = stock_model(folder)
+    prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+    found = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, prefill_step_size=1024)
+    return [(response.text, response.logprobs[response.token].item()) for response in found]
 
 
 @contextlib.contextmanager
@@ -246,21 +184,14 @@ NUM_TOKENS = 12
 TEXTS = ["Hi", LONG, "Tell me of the sea, and of the sky above it", "Who are you? " * 9]
 
 
-def ask(served: Served | StockServed, text: str) -> Answer:
+def ask(served: Served, text: str) -> Answer:
     """Ask a question with a system prompt of its own."""
     return served.ask(*turn(text, system=text + "!"), max_tokens=NUM_TOKENS)
 
 
-def each_alone(served: Served | StockServed, texts: list[str]) -> list[Answer]:
-    """Ask one after another, as if each were the first: where texts begin alike, a kept cache would be gone on with.
-
-    On a GPU, last bits depend on the number of tokens in a call.
-    """
-    answers = []
-    for text in texts:
-        served.prompt_cache.trim_to(n_sequences=0)
-        answers.append(ask(served, text))
-    return answers
+def each_alone(folder: str, texts: list[str]) -> list[Answer]:
+    """Return mlx-lm's answers to the same questions."""
+    return [stock_answer(folder, *turn(text, system=text + "!"), max_tokens=NUM_TOKENS) for text in texts]
 
 
 def together(served: Served, texts: list[str]) -> list[Answer]:

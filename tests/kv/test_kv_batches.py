@@ -26,7 +26,7 @@ from mlx_flash.kv.wear import FILE_NAME
 from mlx_flash.prefixes.prefixcache import prefix_directory
 from models import stock
 from saved_models import model_fixture
-from served import LONG, TEXTS, ask, each_alone, model, serving, stock_serving, together
+from served import LONG, TEXTS, ask, each_alone, model, serving, together
 from shared_passes import alone, check_equal
 from streamed import streamed_whole
 
@@ -163,8 +163,7 @@ def test_slots_count_whole(wide: Path) -> None:
 
 def test_the_server_answers_with_keys_and_values_on_disk(model: str) -> None:
     texts = [LONG + text for text in TEXTS]
-    with stock_serving(model) as theirs:
-        expected = each_alone(theirs, texts)
+    expected = each_alone(model, texts)
     options = {"ram_budget_gb": "min", "context_length": 2048, "lend_reserves": False, "kv_cache": "disk"}
     with serving(model, **options, kv_step=16, kv_ram_gb=0.0015) as mine:
         assert together(mine, texts) == expected

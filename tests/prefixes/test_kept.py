@@ -23,7 +23,7 @@ from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest
 from noting import noted
-from served import LONG, Answer, Served, serving, stock_serving, turn
+from served import LONG, Answer, Served, serving, stock_answer, turn
 from served import model as model  # a fixture
 
 QUESTIONS = ("Tell me of the sea", "And of the sky, please", "Who are you?")
@@ -32,11 +32,10 @@ QUESTIONS = ("Tell me of the sea", "And of the sky, please", "Who are you?")
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Answer]:
     """mlx-lm's answers: to the questions, in a second turn, to a request of its own, in another second turn."""
-    with stock_serving(model) as stock:
-        answers = [stock.ask(*turn(text)) for text in QUESTIONS]
-        answers.append(stock.ask(*turn("Why?", *turn(QUESTIONS[0]), said(answers[0]))))
-        answers.append(stock.ask(*turn("And now?"), seed=3))
-        return [*answers, stock.ask(*turn(LONG, *turn(QUESTIONS[0]), said(answers[0])))]
+    answers = [stock_answer(model, *turn(text)) for text in QUESTIONS]
+    first = [*turn(QUESTIONS[0]), said(answers[0])]
+    turns = turn("Why?", *first), turn("And now?"), turn(LONG, *first)
+    return answers + [stock_answer(model, *each) for each in turns]
 
 
 def said(answer: Answer) -> dict[str, str]:

@@ -17,9 +17,6 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from admission_plans import MORE_GB
-from admission_plans import model as model  # a fixture
-from admission_plans import plan as plan  # a fixture
 from mlx_flash import FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.engine.call import Lane, parse_call
@@ -32,7 +29,23 @@ from mlx_flash.residency.plan import ResidencyPlan, alone_bytes, decide, togethe
 from mlx_flash.residency.sizes import ActivationSizes
 from models import LLAMA, save
 
+MORE_GB = 0.3 if mx.default_device() == mx.cpu else 1.5
+"""Room for a model that stays in memory, beside the process. A GPU's process grows when it runs."""
+
 batch_bytes = partial(together_bytes, batching="stock")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> FlashLLM:
+    directory = tmp_path_factory.mktemp("model")
+    save(directory, {**LLAMA}, bits=None)
+    model, _ = load_model(directory, FlashConfig(ram_budget_gb=footprint() / 1e9 + MORE_GB, telemetry=False))
+    return model
+
+
+@pytest.fixture
+def plan(model: FlashLLM) -> ResidencyPlan:
+    return model.plan
 
 
 def filled(entry: object, rows: int, tokens: int) -> object:

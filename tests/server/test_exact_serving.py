@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from admission_plans import plan
 from mlx_flash.errors import RefusedError
 from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.server import loaded
@@ -30,20 +29,18 @@ from served import (
     every,
     model,
     serving,
-    stock_serving,
     text_of,
     together,
     turn,
 )
 
-__all__ = ["model", "plan"]
+__all__ = ["model"]
 
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> list[Answer]:
-    """Answers of mlx-lm's own server, one after another."""
-    with stock_serving(model) as stock:
-        return each_alone(stock, TEXTS)
+    """Answers of mlx-lm, one after another."""
+    return each_alone(model, TEXTS)
 
 
 @pytest.mark.parametrize(

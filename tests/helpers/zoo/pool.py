@@ -18,6 +18,7 @@ from zoo.compare import Outcome, compare
 FORKS = multiprocessing.get_context("forkserver" if mx.default_device() == mx.cpu else "spawn")
 """Of a server process that has imported mlx-lm and computed nothing. CUDA does not survive a fork."""
 
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A configuration and a variant to compare, and the variant to use if stock mlx-lm cannot run that."""

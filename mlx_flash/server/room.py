@@ -28,6 +28,10 @@ from mlx_flash.server.request import GenerationRequest
 
 _SEED_BITS = 63
 
+GATHER_SECONDS = 0.001
+"""The time that the first request waits for others. Prompts that begin together share passes; one that comes a moment
+later has passes of its own, which the others wait for."""
+
 RANKS_SECONDS = 60.0
 """Other ranks hear from rank 0 at least so often: they give it up after some minutes."""
 
@@ -173,6 +177,8 @@ class EngineRoom:
             return True
         while self._waiting and ends_alone(self._waiting[0].fail, self._admit, self._waiting[0]) is not False:
             self._waiting.popleft()  # it has begun, or failed
+        if self._ranks is None and not self._woken.empty():  # more have come meanwhile
+            return False
         for model in self.models:
             if model.jobs:
                 ends_alone(partial(self._fail_all, model), model.advance)
@@ -203,6 +209,8 @@ class EngineRoom:
             seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
         with suppress(Empty):
             self._woken.get(timeout=seconds)
+            while is_idle:
+                self._woken.get(timeout=GATHER_SECONDS)
         with self._lock:
             news = News(self._requests, self._left, self.models.expired(), self._is_stopping)
             self._requests, self._left = [], []

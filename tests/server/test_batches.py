@@ -26,7 +26,7 @@ from mlx_flash.engine.passes import Passes
 from mlx_flash.errors import BudgetError
 from mlx_flash.loading import load_model
 from mlx_flash.residency.plan import together_bytes
-from mlx_flash.server import batch, loaded
+from mlx_flash.server import batch, loaded, room
 from mlx_flash.server.batch import BatchOptions, ServedBatch
 from mlx_flash.server.events import Answers, Begun, End, Event, Failed, Piece, Progress
 from mlx_flash.server.request import GenerationRequest, Sampling
@@ -263,6 +263,39 @@ def test_a_request_joins_others_that_run(served: Served, sizes: list[int]) -> No
 
     answers = served.run(collect())
     assert list(map(text_of, answers)) == expected and max(sizes) == 3
+
+
+@pytest.mark.parametrize("when", ["waiting", "preparing"])
+def test_requests_that_come_shortly_after_each_other_begin_together(
+    served: Served, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The second one comes while the thread waits for more, or while it prepares the first one."""
+    asked = [request(text) for text in ALIKE[:2]]
+    expected = expected_of(served, *asked)
+    prompts.clear()
+    is_preparing, has_come = threading.Event(), threading.Event()
+    prepare = loaded.LoadedModel.prepare
+
+    def prepare_slowly(*given: Any) -> None:
+        is_preparing.set()
+        assert when == "waiting" or has_come.wait(60)
+        prepare(*given)
+
+    monkeypatch.setattr(room, "GATHER_SECONDS", 0.5 if when == "waiting" else 0.0)
+    monkeypatch.setattr(loaded.LoadedModel, "prepare", prepare_slowly)
+
+    async def collect() -> list[list[Event]]:
+        (first,) = served.submit(asked[0])
+        if when == "preparing":
+            assert await asyncio.to_thread(is_preparing.wait, 60)
+        else:
+            await asyncio.sleep(0.05)
+        (second,) = served.submit(asked[1])
+        has_come.set()
+        return list(await asyncio.gather(every(first), every(second)))
+
+    assert list(map(text_of, served.run(collect()))) == expected
+    assert {*map(len, prompts)} == {2}
 
 
 @pytest.mark.usefixtures("grouping")

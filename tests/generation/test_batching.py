@@ -23,9 +23,7 @@ from greenlet import getcurrent, greenlet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.models.llama import LlamaModel
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_flash
@@ -34,7 +32,7 @@ from mlx_flash import FlashConfig, FlashLLM, apply_flash_patch, load_model, remo
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.engine.need import need
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.errors import BudgetError, CacheError, ReadError
+from mlx_flash.errors import CacheError, ReadError
 from mlx_flash.generation import RowGenerator, batches, speculative_generate_step
 from mlx_flash.generation.batches import shares_passes
 from mlx_flash.layout.reachable import arrays_in
@@ -62,18 +60,6 @@ from zoo import configuration
 __all__ = ["directories", "free_rows"]
 
 TOKENIZER = SimpleNamespace(eos_token_ids=[], decode=lambda tokens: " ".join(map(str, tokens)))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_row_is_its_solo_run(directories: Directories, name: str) -> None:
-    with streamed_whole(directories(name)) as model:
-        generator = RowGenerator(model, prefill_step_size=STEP)
-        got = by_generator(generator, generator.insert(PROMPTS, max_tokens=[5, 2, 4, 1]))
-        for tokens, prompt, number in zip(got, PROMPTS, [5, 2, 4, 1], strict=True):
-            check_equal(tokens, alone(directories(name), prompt, number))
-        assert model.counters.num_passes == 5
-        assert model.engine is not None
-        assert model.engine.stream.stats.num_acquired == 5 * len(model.engine.stream.units)
 
 
 GIVEN: dict[str, Callable[[int], Any]] = {
@@ -245,15 +231,6 @@ def test_recurrent_states_are_handed_out_at_the_end_of_each_segment(directories:
         assert len(answers) == 1
 
 
-def test_stock_batches_and_other_models_are_left_to_mlx_lm(tmp_path: Path, directories: Directories) -> None:
-    directory = save(tmp_path, LLAMA, mx.float32)
-    with load_model(directory, config(ram_budget_gb=LARGE_GB, batching="stock"))[0] as model:
-        mlx_flash.batch_generate(model, TOKENIZER, PROMPTS, max_tokens=3)
-        assert model.counters.num_tokens_in > sum(map(len, PROMPTS)) + 3 * len(PROMPTS)  # padded
-        assert isinstance(model, FlashLLM) and model.batching == "stock"
-    assert len(mlx_flash.batch_generate(stock(directory), TOKENIZER, PROMPTS, max_tokens=3).texts) == 4
-
-
 @pytest.mark.parametrize("length", [33, 49, 50])
 def test_padded_windows_take_no_single_tokens(tmp_path: Path, length: int) -> None:
     """A step of 16 is 8 tokens of each of two prompts, and one is left over of the longer one, which mlx-lm refuses."""
@@ -353,13 +330,6 @@ ENOUGH = 10**9 if mx.default_device() == mx.cpu else 10**10
 def check(directory: Path, got: Sequence[Sequence[mx.array]], prompts: Sequence[Sequence[int]] = PROMPTS) -> None:
     for logits, prompt in zip(got, prompts, strict=True):
         assert same_bits(logits, solo(directory, prompt))
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
-@pytest.mark.parametrize("exact_rows", [True, False])
-def test_rows_share_the_expert_pool(directories: Directories, name: str, exact_rows: bool) -> None:
-    with streamed_whole(directories(name), pool_slots=0, exact_rows=exact_rows) as model:
-        check(directories(name), together(model, PROMPTS))
 
 
 def test_experts_that_several_rows_need_are_read_once(directories: Directories) -> None:
@@ -497,16 +467,6 @@ def test_output_is_that_of_the_step_that_the_warning_names(
     assert not same_bits([logprobs for _, logprobs in others], [logprobs for _, logprobs in found])
 
 
-def test_a_row_that_can_never_fit_fails_alone(directories: Directories) -> None:
-    with streamed_whole(directories("llama")) as model:
-        rows = [model.row(mx.array([p]), make_prompt_cache(model), STEP) for p in PROMPTS[1:3]]
-        huge = model.row(mx.zeros((1, 200_000), mx.int32), make_prompt_cache(model), STEP)
-        model.advance([huge, *rows])
-        assert isinstance(huge.error, BudgetError)
-        for prompt, row in zip(PROMPTS[1:3], rows, strict=True):
-            assert same_bits(row.outputs, solo(directories("llama"), prompt)[:1])
-
-
 def test_batch_that_was_interrupted_refuses_to_go_on(directories: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that was chosen, and not handed out, was lost, and the next ones followed it."""
     with streamed_whole(directories("llama")) as model:
@@ -567,28 +527,6 @@ def test_a_long_call_of_mlx_lm_takes_one_pass(directories: Directories) -> None:
         parts = [expected(tokens[:, i : i + STEP], cache=theirs) for i in range(0, len(PROMPT), STEP)]
         assert same_bits([model(tokens, cache=ours)], [mx.concatenate(parts, axis=1)])
         assert model.counters.num_passes == 1
-
-
-def test_a_model_that_uses_an_entry_again_is_computed_in_order(
-    directories: Directories, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layers that share keys and values would see those of later parts."""
-
-    def forward(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: Any = None) -> mx.array:
-        h = self.embed_tokens(inputs)
-        mask = create_attention_mask(h, cache[0])
-        for layer, entry in zip(self.layers, cache, strict=True):
-            h = layer(h, mask, cache=entry) + cache[0].keys[:, :, : cache[0].offset].mean()
-        return cast(mx.array, self.norm(h))
-
-    monkeypatch.setattr(LlamaModel, "__call__", forward)
-    options = {"max_tokens": 6, "prefill_step_size": STEP}
-    expected = list(stock_generate_step(mx.array(PROMPT), stock(directories("llama")), **options))
-    with streamed_whole(directories("llama")) as model:
-        for _ in range(2):
-            got = list(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=6, prefill_step_size=STEP))
-            check_equal(got, expected)
-        assert model._life.passes._needs_order
 
 
 def test_the_patch_replaces_mlx_lms_loop_and_puts_it_back() -> None:

@@ -64,22 +64,6 @@ def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Tokens) -> None:
     monkeypatch.setattr("mlx_flash.generation.sequence.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_and_logprobs_are_those_of_plain_decoding(
-    directories: Directories, free_rows: None, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    expected = by_mlx_lm(directories(name))
-    by_oracle(monkeypatch, expected)
-    with streamed_whole(directories(name)) as model:
-        check_equal(streamed(with_room(model)), expected)
-        counters = model.counters
-        assert counters.num_guessed > counters.num_right >= NUM_TOKENS // 2
-        assert counters.num_passes == NUM_TOKENS - counters.num_right
-        assert counters.num_tokens_out == NUM_TOKENS - 1  # the prompt's call gives the first
-        assert counters.num_tokens_in == len(PROMPT) + NUM_TOKENS - 1
-        assert counters.num_failed == 0
-
-
 def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
     expected = by_mlx_lm(directories("mamba2"))  # which says the same two tokens over and over
     with streamed_whole(directories("mamba2")) as model:
@@ -262,13 +246,6 @@ def test_acceptance_follows_the_text_for_each_quality() -> None:
     for _ in range(400):
         acceptance.note(1, 0, 0)  # nothing was guessed
     assert acceptance.of(1) == pytest.approx(0.5, abs=0.05)
-
-
-def test_the_expected_share_counts_until_guesses_are_known() -> None:
-    acceptance = Acceptance({1: 0.1})
-    assert (acceptance.of(1), acceptance.of(2)) == (0.1, 0.5)
-    acceptance.note(1, 100, 100)
-    assert acceptance.of(1) > 0.95
 
 
 tokens = st.lists(st.integers(-3, 2**20) | st.integers(0, 3), max_size=60)
@@ -538,25 +515,6 @@ def test_a_head_that_does_not_fit_is_named_and_not_used(
     assert re.search(found, told, re.DOTALL) and "mtp='off'" in told
     caplog.clear()
     assert prepare(path, config(mtp="off")).layout.head is None and not caplog.records
-
-
-def test_a_new_budget_without_room_for_the_head(heads: Heads, free_rows: None) -> None:
-    path = heads("qwen3_5", knows=True)
-    expected = alone(path, HEAD_PROMPT, HEAD_TOKENS)
-    with streamed_with_head(path) as model:
-        got = []
-        for step in mlx_flash.generate_step(
-            mx.array(HEAD_PROMPT), model, max_tokens=HEAD_TOKENS, prefill_step_size=STEP
-        ):
-            got.append(step)
-            if len(got) == 6:
-                life = model._life
-                life._stop()
-                life.engine = None
-                plain = prepare(path, config()).plan
-                life.carry_out(replace(life.prepared, plan=replace(plain, budget_bytes=10**9)))
-                assert not life.plan.mtp_bytes
-        check_equal(got, expected)
 
 
 def test_a_prompt_from_the_prefix_cache(heads: Heads, free_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,13 @@ def test_acceptance_follows_the_text_for_each_quality() -> None:
     assert acceptance.of(1) == pytest.approx(0.5, abs=0.05)
 
 
+def test_the_expected_share_counts_until_guesses_are_known() -> None:
+    acceptance = Acceptance({1: 0.1})
+    assert (acceptance.of(1), acceptance.of(2)) == (0.1, 0.5)
+    acceptance.note(1, 100, 100)
+    assert acceptance.of(1) > 0.95
+
+
 tokens = st.lists(st.integers(-3, 2**20) | st.integers(0, 3), max_size=60)
 
 

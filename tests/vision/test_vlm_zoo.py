@@ -1,4 +1,4 @@
-"""Some of mlx-vlm's architectures, of which `scripts/zoo.py --vision` compares all."""
+"""Some of mlx-vlm's architectures; `scripts/zoo.py --vision` compares all that have a tiny configuration here."""
 
 from __future__ import annotations
 

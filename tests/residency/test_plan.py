@@ -473,7 +473,6 @@ def test_every_stretch_of_layers_streams_its_share(
 
 seconds = st.floats(1e-4, 10)
 steps_read = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=12)
-steps_some_pinned = st.lists(st.tuples(st.just(0.0) | seconds, seconds), min_size=1, max_size=12)
 
 
 @some(100)
@@ -482,30 +481,10 @@ def test_one_slot_reads_and_computes_by_turns(steps: Sequence[tuple[float, float
     assert simulate(steps, 1) == pytest.approx(sum(read + compute for read, compute in steps))
 
 
-@some(200)
-@given(st.lists(seconds, min_size=2, max_size=12), st.floats(0, 0.99), st.integers(2, 12), st.booleans())
-def test_the_slower_of_disk_and_processor_is_never_idle(
-    times: Sequence[float], share: float, num_slots: int, is_disk: bool
-) -> None:
-    """A slot that is computed from while another is read loses nothing, unless two neighbours share it."""
-    assume(len(times) % min(num_slots, len(times)) != 1)
-    less = share * min(times)
-    steps = [(each, less) if is_disk else (less, each) for each in times]
-    assert simulate(steps, min(num_slots, len(times))) == pytest.approx(sum(times))
-
-
 def test_a_second_slot_hides_what_comes_after_the_reads() -> None:
     steps = [(1.0, 0.1)] * 6
     assert simulate(steps, 1, late=0.2) == pytest.approx(6 * 1.3)
     assert simulate(steps, 2, late=0.2) == pytest.approx(6)
-
-
-@some(200)
-@given(steps_some_pinned, st.integers(1, 12))
-def test_neither_disk_nor_processor_is_faster_than_it_is(steps: Sequence[tuple[float, float]], num_slots: int) -> None:
-    found = simulate(steps, num_slots)
-    assert found >= max(map(sum, zip(*steps, strict=True))) * (1 - 1e-9)
-    assert found <= simulate(steps, 1) * (1 + 1e-9)
 
 
 # --- large models ----------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class FlashConfig:
         kv_prefix_tenant: name of a private part of the prefix cache. Tenants find nothing of each other.
         kv_prefix_gb: limit of the prefix cache of all models on disk, in GB. The least recently used pages are evicted.
             None is 20, or a tenth of the free disk if that is less. A tenth of the disk stays free in any case.
-        ssd_write_gb_per_day: limit of what all processes write to the prefix cache in a day, in GB. A KV cache on disk
+        ssd_write_gb_per_day: limit of what a process writes to the prefix cache in a day, in GB. A KV cache on disk
             counts too, but goes on beyond the limit. 0 writes neither. None is 20.
         batching: way of computing several requests or prompts at once. ``"auto"`` computes each as if it were alone,
             bit for bit, where weights are streamed. Where all are in memory it computes mlx-lm's padded batches, in

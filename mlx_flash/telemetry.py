@@ -143,9 +143,8 @@ FACTS = {
     "prefixes.refused_stopped": Fact("pages", _COUNTER, "Pages not stored: storing has stopped"),
     "prefixes.queued_bytes": Fact("bytes", _GAUGE, "Pages that wait to be written"),
     "prefixes.damaged": Fact("pages", _COUNTER, "Pages that were found damaged"),
-    "writes.session_bytes": Fact("bytes", _COUNTER, "Written by this process"),
-    "writes.day_bytes": Fact("bytes", _GAUGE, "Written today, by all processes"),
-    "writes.total_bytes": Fact("bytes", _COUNTER, "Written ever, by all processes"),
+    "writes.session_bytes": Fact("bytes", _COUNTER, "Written for this model"),
+    "writes.day_bytes": Fact("bytes", _GAUGE, "Written today by this process"),
     "writes.day_limit_bytes": Fact("bytes", _GAUGE, "Most that may be written in a day"),
     "writes.refused_bytes": Fact("bytes", _COUNTER, "Not written because of that limit"),
 }

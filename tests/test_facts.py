@@ -22,8 +22,8 @@ from mlx_flash.telemetry import Facts, Json, Sample, find
 from models import LLAMA, make_random_model, run, save
 from monitored import runtime as runtime  # a fixture: engines of other programs publish elsewhere
 
-RARE = {"writes.day_limit_bytes", "passes.began"}
-"""Facts that are None until something is known, limited, or under way."""
+RARE = {"passes.began"}
+"""Facts that are None until something is under way."""
 
 
 def told_by(loaded: FlashLLM) -> Json:

@@ -15,8 +15,8 @@ from mlx_flash.enginethread import Progress
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
 from mlx_flash.experts.pooledstacks import make_pooled
+from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.kv.kvpool import KVPool, KVUsage
-from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.layout.load import reads_explained
 from mlx_flash.layout.parts import ExpertStack, ModelLayout, Parameter, Unit, bind_all, is_embedding
 from mlx_flash.layout.swap import SwappedClass, clone_with, remember, swap_class

@@ -31,9 +31,9 @@ from mlx_flash.engine.status import Status
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, FlashError
 from mlx_flash.forks import finalize, wait_for_finalizers
+from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
-from mlx_flash.kv.wear import open_governor
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
 from mlx_flash.memory.footprint import MemoryReading, footprint, free_unused, read_memory
@@ -113,7 +113,7 @@ class Lifecycle:
         self.promised_bytes = 0
         self._started: list[Engine] = []  # the engine, also while it starts
         self.engine: Engine | None = None
-        self.governor = open_governor(config)
+        self.governor = WriteGovernor(config.ssd_write_gb_per_day)
         options = prepared.plan.kv.options
         self._lock = threading.RLock()
         self.kv = None if options is None else KVPool(options, self.governor.count, self._lock)

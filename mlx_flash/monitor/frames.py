@@ -186,15 +186,12 @@ def budget_change(state: Json) -> str:
 
 def _writes(facts: Facts) -> Iterator[Text]:
     """Yield a line about writes when something was written, or nothing may be."""
-    day, cap = facts["writes.day_bytes"], facts.get("writes.day_limit_bytes")
+    day, cap = facts["writes.day_bytes"], facts["writes.day_limit_bytes"]
     if cap == 0:
         yield _line("written", "nothing: zero-write mode")
     elif facts["writes.session_bytes"] or day:
-        limit, over = ("", "") if cap is None else (f" of {size(cap)}", "bold red" if day >= cap else "")
-        ever = formatted(", {writes.total_bytes:size} ever", facts)
-        yield _line(
-            "written", f"{size(facts['writes.session_bytes'])} now, ", (f"{size(day)} today{limit}", over), ever
-        )
+        today = f"{size(day)} today of {size(cap)}", "bold red" if day >= cap else ""
+        yield _line("written", f"{size(facts['writes.session_bytes'])} now, ", today)
 
 
 LABEL = 11

@@ -31,9 +31,8 @@ import numpy as np
 
 from mlx_flash.errors import ReadError, WriteError
 from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, atomic_file, flush_folder, free_bytes, free_floor, make_private
-from mlx_flash.kv.disk import Write, WriteBehind
+from mlx_flash.kv.disk import Write, WriteBehind, WriteGovernor
 from mlx_flash.kv.kvledger import PAGE_TOKENS
-from mlx_flash.kv.wear import WriteGovernor
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore, encode_page, list_prefixes, path_of
 from mlx_flash.prefixes.store import clear_prefixes as clear_prefixes
 
@@ -100,7 +100,7 @@ class Opener:
 
     def __call__(self, *, leaves_free: int | None = 0, **options: Any) -> Store:
         """Open a store that leaves so many bytes of the disk free; None for the share that users get."""
-        governor = options.pop("governor", None) or WriteGovernor(self.directory / "wear", gb_per_day=None)
+        governor = options.pop("governor", None) or WriteGovernor()
         defaults = {"model": "m", "settings": "fp16", "limit_bytes": 1 << 40, "queue_bytes": 64 << 20}
         store = self._stack.enter_context(closing(Store(self.directory, governor=governor, **(defaults | options))))
         store._free_floor = store._free_floor if leaves_free is None else leaves_free

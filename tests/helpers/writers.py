@@ -23,7 +23,7 @@ from mlx_flash.convert import derived
 from mlx_flash.convert.derived import adopt_derived, list_copies
 from mlx_flash.convert.pack import NOTE_NAME, pack
 from mlx_flash.files import HeldLock, read_json_object
-from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.prefixes.store import Blob, PrefixStore
 from mlx_flash.storage import probe, selftest
@@ -147,7 +147,7 @@ class Prefixes(Writer):
             return page is not None and page["k"].data == self._blob(self.first).data
 
     def _store(self) -> PrefixStore:
-        governor, limits = WriteGovernor(self.folder), {"limit_bytes": 1 << 30, "queue_bytes": 1 << 20}
+        governor, limits = WriteGovernor(), {"limit_bytes": 1 << 30, "queue_bytes": 1 << 20}
         store = PrefixStore(self.folder, model="m", settings="s", governor=governor, **limits)
         store._free_floor = 0
         return store
@@ -216,25 +216,6 @@ class ProbeSample(Writer):
         return self.nbytes == 2 * probe.SAMPLE_BYTES
 
 
-class Governor(Writer):
-    def write(self) -> None:
-        governor = WriteGovernor(self.folder, gb_per_day=1)
-        governor.count(700)
-        assert not governor.claim(2**30)  # within the cap, whatever fails
-
-    def look(self) -> bool:
-        return self._total() % 700 == 0
-
-    def check(self) -> bool:
-        return self._total() >= 700 and self.look()
-
-    def _total(self) -> int:
-        governor = WriteGovernor(self.folder)
-        total = governor.telemetry()["total_bytes"]
-        assert isinstance(total, int) and not governor._warned
-        return total
-
-
 class Telemetry(Writer):
     def write(self) -> None:
         publisher = Publisher(lambda: {"tokens": 3}, interval_seconds=0.001)
@@ -254,7 +235,7 @@ class Telemetry(Writer):
         return {"tokens": 3} in self.seen
 
 
-WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile, Governor, Telemetry)
+WRITERS = (Pack, DerivedCopy, Prefixes, KVFiles, Probe, ProbeSample, SelfTestFile, Telemetry)
 
 
 @contextmanager

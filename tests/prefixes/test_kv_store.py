@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -32,7 +33,7 @@ from hypothesis.stateful import (
 from children import HELPERS
 from mlx_flash.errors import WriteError
 from mlx_flash.files import HeldLock
-from mlx_flash.kv.wear import WriteGovernor
+from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.prefixes import store as page_folder
 from mlx_flash.prefixes.store import _HEAD, MAGIC, Blob, PrefixStore, clear_prefixes, list_prefixes
 from stored_pages import PAGE_BYTES, STEP, TOKENS, Opener, blobs, found, page_of, put, read, read_all, stats
@@ -64,7 +65,7 @@ def test_what_begins_alike_is_stored_once(opened: Opener) -> None:
     a, b = store.find(one), store.find(two)
     assert a.pages[:4] == b.pages[:4] and a.pages[4] != b.pages[4]
     assert stats(store)["pages"] == 6 == len(opened.files())
-    assert put(store, two) == [True] * 5 and stats(store)["writes"]["total_bytes"] == 6 * PAGE_BYTES
+    assert put(store, two) == [True] * 5 and stats(store)["writes"]["session_bytes"] == 5 * PAGE_BYTES
     assert stats(store)["stored"] == 5 and stats(store)["bytes"] == 6 * PAGE_BYTES
     assert sum(path.stat().st_size for path in opened.files()) == 6 * PAGE_BYTES
     changed = [0, *TOKENS[1:]]
@@ -306,14 +307,22 @@ def test_garbage_in_the_folder_is_no_page(opened: Opener, caplog: pytest.LogCapt
 # --- disks that cannot be written ------------------------------------------------------------------------------------
 
 
-def test_a_days_writes_end_storing_for_the_day(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_days_writes_end_storing_for_the_day(
+    opened: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WriteGovernor, "written", Counter())
     now = [1e9]
-    capped = WriteGovernor(opened.directory / "wear", gb_per_day=4 * PAGE_BYTES / 1e9, clock=lambda: now[0])
+    capped = WriteGovernor(4 * PAGE_BYTES / 1e9, lambda: now[0])
     store = opened(governor=capped)
     with caplog.at_level(logging.WARNING):
         assert [put(store, TOKENS, [i]) for i in range(6)] == [[True]] * 5 + [[False]]
     assert len(caplog.records) == 1 and "gb_per_day" in caplog.text
     assert found(store, TOKENS) == 4 and stats(store)["refused_wear"] == 1
+    other = WriteGovernor(5 * PAGE_BYTES / 1e9, lambda: now[0])
+    other.count(PAGE_BYTES - 1)
+    assert not other.claim(2) and other.claim(1), "models of a process share the day"
+    told = {"session_bytes": PAGE_BYTES, "day_bytes": 5 * PAGE_BYTES, "day_limit_bytes": 5 * PAGE_BYTES}
+    assert other.telemetry() == told | {"refused_bytes": 2}
     now[0] += 24 * 3600
     assert put(store, TOKENS) == [True] * 6 and found(store, TOKENS) == 6
 
@@ -357,7 +366,7 @@ def test_a_disk_that_is_full_ends_storing_only(
     def fail(*_: object) -> int:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    store = opened(governor=WriteGovernor(opened.directory / "wear", gb_per_day=None))
+    store = opened()
     put(store, TOKENS)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(os, call, fail)

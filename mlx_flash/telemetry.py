@@ -139,7 +139,6 @@ FACTS = {
     "prefixes.stored": Fact("pages", _COUNTER, "Pages stored in the prefix cache"),
     "prefixes.refused_wear": Fact("pages", _COUNTER, "Pages not stored: the limit of writes is reached"),
     "prefixes.refused_room": Fact("pages", _COUNTER, "Pages not stored: the disk, or the share of it, is full"),
-    "prefixes.refused_parent": Fact("pages", _COUNTER, "Pages not stored: the page before was missing"),
     "prefixes.refused_stopped": Fact("pages", _COUNTER, "Pages not stored: storing has stopped"),
     "prefixes.queued_bytes": Fact("bytes", _GAUGE, "Pages that wait to be written"),
     "prefixes.damaged": Fact("pages", _COUNTER, "Pages that were found damaged"),

@@ -268,19 +268,10 @@ class Write:
             del self, work, error  # the traceback refers to this frame
             under_way.release()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end, at most so many seconds where no signals arrive. Return whether it came."""
-        if seconds is None:
-            with self._under_way:
-                return True
-        if is_done := self._under_way.acquire(timeout=seconds):
-            self._under_way.release()
-        return is_done
-
-    def failure(self) -> BaseException | None:
+    def wait(self) -> BaseException | None:
         """Wait for the end. Return the error of the work; None if there is none."""
-        self.wait()
-        return self._error
+        with self._under_way:
+            return self._error
 
 
 class WriteBehind:
@@ -329,10 +320,10 @@ class WriteBehind:
     def _run(self, write: Write) -> None:
         write.run(_closed() if self._is_closed else None)
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything is written, at most so many seconds. Return whether it is."""
-        end = None if timeout is None else time.monotonic() + timeout
-        return all(w.wait(None if end is None else max(0.0, end - time.monotonic())) for w in [*self._waiting])
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        for write in [*self._waiting]:
+            write.wait()
 
     def close(self) -> None:
         """End the thread, and drop what it has not begun to write."""
@@ -524,7 +515,7 @@ class DiskRows(Opaque):
         last = len(self.pages) if stop is None else -(-stop // self.layout.step)
         for page in self.pages[start // self.layout.step : last]:
             if page.write is not None and (waits or page.write.is_done):
-                if (error := page.write.failure()) is not None:
+                if (error := page.write.wait()) is not None:
                     raise WriteError(str(error)) from error.__cause__
                 page.write = None
 

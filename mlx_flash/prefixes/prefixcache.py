@@ -228,7 +228,7 @@ class KnownCall:
     tokens: mx.array  # the new ones
     bounds: list[int]  # ends of the calls in which the tokens are computed: one, or some that share a pass
     num_after: int = 0  # tokens that the same pass adds behind it
-    num_restored: int = 0  # tokens that are cached
+    found: Prefix = field(default_factory=Prefix)  # what is cached
     kept: dict[int, dict[int, StateLeaf]] = field(default_factory=dict)  # between its calls: by end, and id of entry
 
     def add(self, index: int, entry: Any, found: Any) -> None:
@@ -250,6 +250,11 @@ class KnownCall:
         if any(id(leaf.entry) not in kept for leaf in self.states):
             return {}
         return {i: kept[id(leaf.entry)].read_state() for i, leaf in enumerate(self.states)}
+
+    @property
+    def num_restored(self) -> int:
+        """New tokens that are cached."""
+        return max(0, self.found.num_tokens - self.history.length)
 
     @property
     def rows(self) -> list[RowLeaf]:
@@ -289,14 +294,14 @@ class PrefixCache:
         """
         call = self._known(parts, cache, segments_left)
         if call is not None:
-            call.num_restored = max(0, self._find(call, call.after.length).num_tokens - call.history.length)
+            call.found = self.store.find(call.after.labels, call.after.ends).cut(set(call.bounds))
         return call if call is not None and call.num_restored else None
 
     def restore(self, call: KnownCall) -> int:
-        """Restore what :meth:`look` found. Return how many tokens: fewer where a page is damaged."""
-        entries = [leaf.entry for leaf in call.leaves]
-        forget(entries)
-        number = self._restore(call)
+        """Restore what :meth:`look` found. Return how many tokens: none where a page is gone or damaged."""
+        forget([leaf.entry for leaf in call.leaves])
+        self.store.touch(call.found)
+        number = call.num_restored if self._fill(call, call.found) else 0
         end = call.history.length + number
         self.counters.num_restored += number
         self.counters.num_calls_restored += sum(bound <= end for bound in call.bounds)
@@ -365,23 +370,8 @@ class PrefixCache:
         after = history.with_labels(np.concatenate(labels), sorted(ends))
         return KnownCall(leaves, history, after, tokens, bounds)
 
-    def _find(self, call: KnownCall, most: int) -> Prefix:
-        """Return the longest cached prefix of at most so many tokens that a call may be restored to."""
-        ends = [end for end in call.after.ends if end <= most]
-        return self.store.find(call.after.labels, ends).cut(set(call.bounds))
-
-    def _restore(self, call: KnownCall) -> int:
-        """Fill the cache. Return with how many tokens."""
-        begin, most = call.history.length, call.history.length + call.num_restored
-        while (found := self._find(call, most)).num_tokens > begin:
-            self.store.touch(found)
-            most = self._fill(call, found)
-            if most == found.num_tokens:
-                return most - begin
-        return 0  # a page is gone or damaged
-
-    def _fill(self, call: KnownCall, prefix: Prefix) -> int:
-        """Add the pages of a prefix to a cache. Return how many tokens could be read; if not all, it is as before.
+    def _fill(self, call: KnownCall, prefix: Prefix) -> bool:
+        """Add the pages of a prefix to a cache. Return whether all could be read; if not, it is as before.
 
         A page in which the call begins replaces its tokens in the cache, as if the cache had been cut before it.
         """
@@ -393,13 +383,13 @@ class PrefixCache:
             if found is None:
                 for leaf in call.rows:
                     leaf.trim(call.history.length)
-                return start
+                return False
             for i, leaf in enumerate(call.rows):
                 leaf.trim(start)
                 leaf.append([to_array(blob) for blob in found[f"{i}"].values()])
             for i, holder in enumerate(states):
                 holder.set_state(found[f"{STATE}{i}"])
-        return prefix.num_tokens
+        return True
 
     def _read(self, page: str, *leaves: str) -> dict[str, dict[str, Blob]] | None:
         """Return what a page has of some leaves, by leaf and name; None if it is damaged, or has not all of them."""

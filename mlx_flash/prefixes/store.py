@@ -1,7 +1,7 @@
 """Prefixes of prompts on disk, for every later session and process: a folder of page files, which is its own index.
 
-A page is cached when its file exists, so every process sees at once what others store and remove. Files are written and
-removed under one lock, so one process writes at a time. Where there is no room for another page, those used longest ago
+A page is cached when its file exists, so every process sees at once what others store and remove. Files are written
+under one lock, so one process makes room at a time. Where there is no room for another page, those used longest ago
 go first. The time of a file is its last use, a little earlier for each page that follows: so the end of a prefix goes
 before its beginning. A page without those before it is not found, and goes when its time has come.
 
@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,17 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mlx_flash.errors import ReadError, WriteError
-from mlx_flash.files import PARTIAL_SUFFIX, HeldLock, atomic_file, flush_folder, free_bytes, free_floor, make_private
-from mlx_flash.kv.disk import Write, WriteBehind, WriteGovernor
+from mlx_flash.files import (
+    PARTIAL_SUFFIX,
+    HeldLock,
+    atomic_file,
+    flush_folder,
+    free_bytes,
+    free_floor,
+    make_private,
+    remove_unheld,
+)
+from mlx_flash.kv.disk import WriteBehind, WriteGovernor
 from mlx_flash.kv.kvledger import PAGE_TOKENS
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import drop_cached
@@ -155,11 +164,6 @@ class StoredModel:
     last_used: float
 
 
-def _locked(directory: Path) -> AbstractContextManager[int]:
-    """Hold the lock under which files are added and removed. Raises: BlockingIOError: another process has it."""
-    return HeldLock(directory / "lock", create=0o600, wait=LOCK_SECONDS)
-
-
 def _files(folder: Path) -> list[tuple[int, int, Path]]:
     """Return time of the last use, size and path of all files, the one used longest ago first. Folders are no files."""
     found = []
@@ -201,26 +205,24 @@ def list_prefixes(directory: Path) -> list[StoredModel]:
 def clear_prefixes(directory: Path) -> None:
     """Remove the pages of all models. Raises: WriteError."""
     try:
-        with _locked(directory) if (directory / FOLDER).is_dir() else nullcontext():
-            for _, _, path in _files(directory / FOLDER):
-                if path.suffix in (SUFFIX, PARTIAL_SUFFIX):
-                    path.unlink(missing_ok=True)
+        for _, _, path in _files(directory / FOLDER):
+            if path.suffix == SUFFIX:
+                path.unlink(missing_ok=True)
+            elif path.suffix == PARTIAL_SUFFIX:
+                remove_unheld(path)
     except OSError as error:
         raise WriteError(f"cannot clear {directory}: {error}. Hint: check who may write there.") from error
 
 
-REASONS = ("stopped", "parent", "room", "wear")
-"""Reasons for not storing a page: storing has stopped, the page before it is missing, the disk or the limit is full,
-the cap of daily writes is reached."""
+REASONS = ("stopped", "room", "wear")
+"""Reasons for not storing a page: storing has stopped, the disk or the limit is full, the cap of daily writes is
+reached."""
 
 _WARNINGS = {
     "room": "the disk, or the cache's share of it, is full.",
     "wear": "the cap of today's disk writes is reached. Hint: it is ssd_write_gb_per_day.",
 }
 """Texts for reasons that users can change."""
-
-_MOST_SECONDS = 10.0
-"""The longest time that a prompt waits for its pages to be written, on a disk that does not answer."""
 
 
 class Prefix(NamedTuple):
@@ -272,14 +274,12 @@ class PrefixStore:
             try:
                 make_private(self.folder)
                 self._free_floor = free_floor(self.folder)
-                with _locked(directory):
-                    for path in self.folder.glob(f"*{PARTIAL_SUFFIX}"):  # killed processes have left it
-                        path.unlink(missing_ok=True)
+                for path in self.folder.glob(f"*{PARTIAL_SUFFIX}"):  # killed processes have left it
+                    remove_unheld(path)
                 self.is_writable = True
             except OSError as error:
                 self._stop(error)
         self._writer = WriteBehind(queue_bytes, "prefixes")
-        self._queued: dict[str, Write] = {}  # pages that wait to be written, by name
         self._lock = threading.Lock()  # of the counts
         self._counts: Counter[str] = Counter()
 
@@ -298,16 +298,10 @@ class PrefixStore:
 
         Pages of it that wait to be written are waited for.
         """
+        self.flush()  # it is faster than computing them
         names = page_names(self._root, tokens, ends)
-        count = self._num_leading(names)
-        if not self._queued.keys().isdisjoint(names[count:]):  # it is faster than computing them
-            self.flush(_MOST_SECONDS)
-            count = self._num_leading(names)
+        count = next((i for i, page in enumerate(names) if not self._has(page)), len(names))
         return Prefix(tuple(ends[:count]), tuple(names[:count]))
-
-    def _num_leading(self, names: Sequence[str]) -> int:
-        """Return how many of the pages are cached, up to the first that is not."""
-        return next((i for i, page in enumerate(names) if not self._has(page)), len(names))
 
     def touch(self, prefix: Prefix) -> None:
         """Note that a prefix is used. Only the order of eviction depends on it."""
@@ -342,12 +336,11 @@ class PrefixStore:
         While too much is queued, the call waits. Blobs are copied, unless they exceed the queue: then the call waits
         until they are written. The writer refuses what exceeds the limits or the day's writes.
         """
-        *before, page = names = page_names(self._root, tokens, ends[: page_index + 1])
-        if self._is_known(page):
+        names = page_names(self._root, tokens, ends[: page_index + 1])
+        if self._has(names[-1]):
             return True
-        has_parent = not before or self._is_known(before[-1])
-        if not (self.is_writable and has_parent):
-            self._count("parent" if self.is_writable else "stopped")
+        if not self.is_writable:
+            self._count("stopped")
             return False
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
@@ -355,29 +348,23 @@ class PrefixStore:
         if not is_large:
             blobs = {name: blob._replace(data=bytes(blob.data)) for name, blob in blobs.items()}
         num_tokens = ends[page_index] - (ends[page_index - 1] if page_index else 0)
-        key = {"page": page, "tokens": num_tokens, "model": self._model, "title": self._title}
-        self._queued = {page: write for page, write in self._queued.items() if not write.is_done}
-        self._queued[page] = self._writer.submit(nbytes, partial(self._write, key, blobs, names))
+        key = {"page": names[-1], "tokens": num_tokens, "model": self._model, "title": self._title}
+        self._writer.submit(nbytes, partial(self._write, key, blobs, names))
         if is_large:
             self.flush()
         return True
-
-    def _is_known(self, page: str) -> bool:
-        """Return whether a page is cached, or queued."""
-        return (page in self._queued and not self._queued[page].is_done) or self._has(page)
 
     def _drop(self, page: str) -> None:
         """Remove a damaged page."""
         if self.is_writable:
             try:
-                with _locked(self._directory):
-                    path_of(self.folder, page).unlink(missing_ok=True)
+                path_of(self.folder, page).unlink(missing_ok=True)
             except OSError as error:
                 self._stop(error)
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until the queue is empty, at most so many seconds. Return whether it is."""
-        return self._writer.flush(timeout)
+    def flush(self) -> None:
+        """Wait until the queue is empty."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is queued, and end the thread. Further calls do nothing."""
@@ -420,11 +407,9 @@ class PrefixStore:
         Return the reason why it is not cached now, of :data:`REASONS`; an empty text if it is.
         """
         nbytes = sum(map(len, parts))
-        with _locked(self._directory):
+        with HeldLock(self._directory / "lock", create=0o600, wait=LOCK_SECONDS):
             if self._has(names[-1]):
                 return ""
-            if names[:-1] and not self._has(names[-2]):
-                return "parent"
             if not self._make_room(nbytes, names[:-1]):
                 return "room"
             if not self._governor.claim(nbytes):

@@ -237,7 +237,8 @@ def test_a_disk_that_is_full_ends_the_copy_of_a_cached_prompt(
         written, governor = model.kv.note().written_bytes, model._life.governor
         counted = governor.telemetry()["session_bytes"]
         got, _, _ = run(model, BRANCHES[:1])
-        assert model.prefixes.counters.num_restored == len(BRANCHES[0]) - 1 and model.kv.files.writer.flush()
+        assert model.prefixes.counters.num_restored == len(BRANCHES[0]) - 1
+        model.kv.files.writer.flush()
         copied = model.kv.note().written_bytes - written
         assert governor.telemetry()["session_bytes"] == counted + copied > counted
     check_equal(got[0], alone(directory, BRANCHES[0], NUM_TOKENS, prefill_step_size=STEP))

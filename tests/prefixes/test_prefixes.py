@@ -210,7 +210,7 @@ def test_states_larger_than_the_queue_are_stored(tmp_path: Path, monkeypatch: py
             runs.append(generated(model))
             assert restored(model) == num_known
             if not num_known:
-                assert model.prefixes.store.flush()
+                model.prefixes.store.flush()
                 pages = [path.stat().st_size for path in (prefix_directory() / "pages").iterdir()]
                 assert sorted(pages)[-2] > queue_bytes  # or this test tests nothing
     assert same(runs[1], runs[0])
@@ -348,7 +348,8 @@ def test_settings_limit_the_cache_and_the_writes_of_a_day(llama: Path, caplog: p
     with loaded(llama, kv_prefix_gb=0.001, ssd_write_gb_per_day=0.002) as model, caplog.at_level(logging.WARNING):
         for i in range(4):
             generated(model, [i, *PROMPT], num=1)
-        assert model.prefixes is not None and model.prefixes.store.flush()
+        assert model.prefixes is not None
+        model.prefixes.store.flush()
         told, stored = model._life.governor.telemetry(), model.prefixes.store.telemetry()["stored"]
     assert 1_000_000 < told["day_bytes"] <= 2_000_000 == told["day_limit_bytes"] and told["refused_bytes"]
     assert caplog.text.count("ssd_write_gb_per_day") == 1
@@ -375,7 +376,8 @@ def test_the_monitor_and_the_cache_command_show_them(
     with loaded(llama, telemetry=True) as model:
         generated(model)
         generated(model, PROMPT[::-1])
-        assert model.prefixes is not None and model.prefixes.store.flush()
+        assert model.prefixes is not None
+        model.prefixes.store.flush()
         text, deadline = "", time.monotonic() + 20
         while "3 pages stored" not in text and time.monotonic() < deadline:
             assert cli.main(["monitor", "--once"]) == 0

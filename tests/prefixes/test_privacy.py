@@ -58,7 +58,7 @@ def test_no_file_can_be_used_by_others(cache: Path, tmp_path: Path) -> None:
         session = PrivateFolder(sessions_directory())
     assert session.path.is_dir() and len(writers) == len(WRITERS) - len(CHOSEN)
     found = [cache, *cache.rglob("*")]
-    assert len(found) > 20
+    assert len(found) >= 20
     folders = {path for path in found if path.is_dir()}
     shared = {path for path in found if path.stat().st_mode & 0o077}
     assert not shared & folders
@@ -67,7 +67,7 @@ def test_no_file_can_be_used_by_others(cache: Path, tmp_path: Path) -> None:
     session.close()
 
 
-def test_clearing_the_cache_leaves_nothing_but_the_count_of_writes(
+def test_clearing_the_cache_leaves_nothing_but_a_lock(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tiny_models():
@@ -86,6 +86,6 @@ def test_clearing_the_cache_leaves_nothing_but_the_count_of_writes(
     (cache / "derived" / "0.lock").touch()
     assert len(MEASUREMENTS) >= 4
     assert cli.main(["cache", "clear"]) == 0
-    assert {path.name for path in cache.rglob("*") if path.is_file()} == {"lock", "writes.json"}
+    assert {path.name for path in cache.rglob("*") if path.is_file()} == {"lock"}
     assert not list(sessions_directory().iterdir())
     assert "removed 1 packed copy" in capsys.readouterr().out

@@ -76,7 +76,8 @@ def test_prompts_below_a_page_are_not_written(plain: str) -> None:
     with live(plain) as server:
         for number in range(5):
             assert chat(server, asks(f"Say {number}"), system="Be kind.")[1] < 256
-        assert server.model.prefixes is not None and server.model.prefixes.store.flush()
+        assert server.model.prefixes is not None
+        server.model.prefixes.store.flush()
         assert server.model.prefixes.store.telemetry()["stored"] == 0
     assert list_prefixes(prefix_directory()) == []
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlx_flash.integration.mlx_lm import apply_flash_patch as apply_flash_patch
     from mlx_flash.integration.mlx_lm import remove_flash_patch as remove_flash_patch
     from mlx_flash.integration.modelfile import parse_flash_directives as parse_flash_directives
-    from mlx_flash.kv.diskcache import DiskKVCache as DiskKVCache
+    from mlx_flash.kv.kvpool import DiskKVCache as DiskKVCache
     from mlx_flash.loading import FlashGenerationLoop as FlashGenerationLoop
     from mlx_flash.loading import FlashManager as FlashManager
     from mlx_flash.loading import load as load
@@ -37,7 +37,7 @@ _HOMES = {
     "generation": ("batch_generate", "generate", "generate_step", "stream_generate"),
     "integration.mlx_lm": ("FlashPatch", "apply_flash_patch", "remove_flash_patch"),
     "integration.modelfile": ("parse_flash_directives",),
-    "kv.diskcache": ("DiskKVCache",),
+    "kv.kvpool": ("DiskKVCache",),
     "loading": ("FlashGenerationLoop", "FlashManager", "load", "load_model"),
     "model": ("FlashLLM",),
     "vision.flashvlm": ("load_vlm",),

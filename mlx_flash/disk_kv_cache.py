@@ -1,5 +1,5 @@
 """``DiskKVCache``, under the name of its module in other programs."""
 
-from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.kvpool import DiskKVCache
 
 __all__ = ["DiskKVCache"]

@@ -28,7 +28,7 @@ from mlx_flash.engine.prepared import Prepared
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.checkpoints import Checkpoints
-from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.layout.adapterfiles import check_adapter
 from mlx_flash.layout.load import model_name

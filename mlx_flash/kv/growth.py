@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_flash.compat.caches import is_window, token_fits
-from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.kvpool import DiskKVCache
 from mlx_flash.kv.owed import OWED
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 

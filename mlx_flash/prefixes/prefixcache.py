@@ -35,10 +35,9 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import WriteGovernor
-from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored, make_labels
 from mlx_flash.kv.kvledger import PAGE_TOKENS
-from mlx_flash.kv.kvpool import OnDisk, PooledCache, buffers_of
+from mlx_flash.kv.kvpool import DiskQuantizedKVCache, OnDisk, PooledCache, buffers_of
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore
 

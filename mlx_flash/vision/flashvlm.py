@@ -32,7 +32,7 @@ from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.prepared import Prepared
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import CheckpointError, ConfigError, FlashError
-from mlx_flash.kv.diskcache import make_caches
+from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.layout.load import (
     LoadedModel,
     Sources,

@@ -28,7 +28,7 @@ from adapters import save_adapter
 from faulty import threads_of_models
 from mlx_flash import FlashConfig, apply_flash_patch
 from mlx_flash.convert import derived
-from mlx_flash.kv.diskcache import DiskKVCache
+from mlx_flash.kv.kvpool import DiskKVCache
 from mlx_flash.storage.prefetcher import RangeReader
 
 T = TypeVar("T")

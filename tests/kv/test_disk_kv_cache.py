@@ -13,8 +13,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash import DiskKVCache
 from mlx_flash.errors import ConfigError, WriteError
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVOptions
+from mlx_flash.kv.kvpool import make_caches
 from waiting import eventually
 
 LENGTHS = (300, 1, 1, 255, 700, 1, 40)

@@ -25,9 +25,8 @@ from faulty import Disk
 from interrupt_points import Tracer
 from kv_settings import bits, equal, little_under_way, offload_all, rows_of
 from mlx_flash.errors import BudgetError, ClosedError, ReadError
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVOptions
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import KVPool, make_caches
 from mlx_flash.kv.ring import Slot
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.prefixes.prefixcache import RowLeaf

@@ -15,9 +15,8 @@ from mlx_lm.models.cache import KVCache
 
 from kv_settings import adding
 from mlx_flash.errors import FlashError
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import KVPool, make_caches
 from mlx_flash.layout.reachable import nbytes_in
 
 LAYERS, HEADS = 3, 16

@@ -21,9 +21,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_flash.errors import TruncatedFileError, WriteError
 from mlx_flash.kv.disk import CHUNK_TOKENS, Component, DiskRows, LayerFile, PageReader, RowLayout, WriteBehind, segments
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import WRITE_BEHIND_BYTES, KVOptions
-from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.kv.kvpool import KVPool, make_caches
 from mlx_flash.memory.arena import Arena, commits_lazily
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 

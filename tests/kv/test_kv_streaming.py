@@ -35,8 +35,8 @@ from mlx_flash import (
 )
 from mlx_flash.commands.generate import needed_context
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.kv.diskcache import DiskQuantizedKVCache
 from mlx_flash.kv.kvledger import KVOptions
+from mlx_flash.kv.kvpool import DiskQuantizedKVCache
 from models import save, stock
 from saved_models import models_fixture
 from waiting import eventually

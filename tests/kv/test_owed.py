@@ -20,8 +20,8 @@ from mlx_lm.models.cache import (
 
 from interrupt_points import Tracer
 from mlx_flash.errors import CacheError, ReadError
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVOptions
+from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.kv.owed import Debt, Owed, owed_to
 
 

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlx_flash.kv.checkpoints import Checkpoints
-from mlx_flash.kv.diskcache import make_caches
 from mlx_flash.kv.kvledger import KVOptions
+from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.kv.views import CacheViews, SharedEntryError
 from mlx_flash.layout.reachable import arrays_in
 

@@ -31,7 +31,6 @@ from mlx_flash.compat.callers import evaluates_only
 from mlx_flash.errors import ClosedError, ConfigError
 from mlx_flash.forks import finalize
 from mlx_flash.kv.disk import DiskRows, KVFiles, RowLayout
-from mlx_flash.kv.history import merged, pass_on
 from mlx_flash.kv.kvledger import KVLedger, KVOptions, Layers, Way, no_room, queued_bytes
 from mlx_flash.kv.owed import owing, own_kind
 from mlx_flash.kv.ring import SlotRing
@@ -72,6 +71,24 @@ class CacheGroup(Opaque):
     """A list of caches, and when it was used last; 0 for never."""
 
     used_at: int = 0
+
+
+HISTORY = "prefix_history"
+"""Attribute of an entry with its history in the prefix cache, and the object that it is anchored to."""
+
+
+def pass_on(entry: object, successor: object, anchor: object = None) -> None:
+    """Note the history of an entry on another one that holds the same tokens.
+
+    The anchor is an object that the other one replaces when sequences are added or removed; None if that cannot be.
+    """
+    if HISTORY in vars(entry):
+        vars(successor)[HISTORY] = (vars(entry)[HISTORY][0], anchor)
+
+
+def is_anchored(entry: object, anchor: object) -> bool:
+    """Return whether the history that is noted on an entry still holds."""
+    return HISTORY in vars(entry) and vars(entry)[HISTORY][1] is anchor
 
 
 class PooledCache:
@@ -586,9 +603,37 @@ class DiskKVCache(PooledCache, KVCache):  # type: ignore[misc]
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
         """Return mlx-lm's cache of a batch, in memory."""
-        if len(caches) > 1 and all(cache.empty() for cache in caches):  # of each layer of each sequence that begins
-            return BatchKVCache([0] * len(caches))
-        return merged([c.as_stock() if isinstance(c, _OnDisk) else c for c in caches], caches)
+        kind = BatchKVCache if len(caches) > 1 else LoneKVCache
+        if all(cache.size() == 0 for cache in caches):  # of each layer of each sequence that begins
+            batch = kind([0] * len(caches))
+        else:
+            batch = kind.merge([cache.as_stock() if isinstance(cache, _OnDisk) else cache for cache in caches])
+        if len(caches) == 1:
+            pass_on(caches[0], batch, batch.left_padding)
+        return batch
+
+
+class LoneKVCache(BatchKVCache):  # type: ignore[misc]
+    """mlx-lm's ``BatchKVCache`` of one sequence, which keeps its history. It computes the same.
+
+    The history stays when mlx-lm moves the sequence from one batch to another, and goes to the extracted cache. It ends
+    when other sequences are added.
+    """
+
+    def filter(self, batch_indices: Any) -> None:
+        is_known = is_anchored(self, self.left_padding)  # then there is one sequence, and it is kept
+        super().filter(batch_indices)
+        if is_known:
+            pass_on(self, self, self.left_padding)
+
+    def extract(self, idx: int) -> KVCache:
+        cache = super().extract(idx)
+        if is_anchored(self, self.left_padding):
+            pass_on(self, cache)
+        return cache
+
+
+LoneKVCache.__name__ = BatchKVCache.__name__
 
 
 class DiskQuantizedKVCache(PooledCache, QuantizedKVCache):  # type: ignore[misc]
@@ -631,7 +676,7 @@ for _stock, _kind, _on_disk in (
     _kind.kind_in_memory, _kind.kind_on_disk = _kind, _on_disk
 
 
-CacheKinds.buffers += (DiskKVCache, DiskQuantizedKVCache)
+CacheKinds.buffers += (DiskKVCache, DiskQuantizedKVCache, LoneKVCache)
 
 _pools: weakref.WeakValueDictionary[Path | None, KVPool] = weakref.WeakValueDictionary()
 """The pool of all caches that were constructed with the same folder."""

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,44 @@ from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
 from mlx_flash.files import FREE_SHARE, free_bytes
 from mlx_flash.folders import cache_directory
 from mlx_flash.kv.disk import WriteGovernor
-from mlx_flash.kv.history import ATTRIBUTE, History, LoneKVCache, is_anchored, make_labels
 from mlx_flash.kv.kvledger import PAGE_TOKENS
-from mlx_flash.kv.kvpool import DiskQuantizedKVCache, OnDisk, PooledCache, buffers_of
+from mlx_flash.kv.kvpool import (
+    HISTORY,
+    DiskQuantizedKVCache,
+    LoneKVCache,
+    OnDisk,
+    PooledCache,
+    buffers_of,
+    is_anchored,
+)
 from mlx_flash.kv.owed import own_kind
+from mlx_flash.layout.reachable import Opaque
 from mlx_flash.prefixes.store import Blob, Prefix, PrefixStore
 
 _OTHERS = "others"
 _ROWS = (KVCache, BatchKVCache, LoneKVCache)
 _STATES = (RotatingKVCache, ChunkedKVCache, ArraysCache, BatchRotatingKVCache)
+
+
+class History(Opaque):
+    """The content of a cache, all full pages of which are stored. It is immutable, so copies of a cache share it.
+
+    Attributes:
+        labels: ``(tokens, 4)``: the token, begin and end of the call that computed it, the form of the cache then.
+        ends: with how many tokens each page ends.
+    """
+
+    def __init__(self, labels: np.ndarray[Any, np.dtype[np.int64]] | None = None, ends: tuple[int, ...] = ()) -> None:
+        self.labels = np.empty((0, 4), np.int64) if labels is None else labels
+        self.ends = ends
+        self.length = len(self.labels)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> History:
+        return self
+
+    def cut(self, length: int) -> History:
+        """Return the first tokens of this history, and the pages in them."""
+        return History(self.labels[:length], tuple(end for end in self.ends if end <= length))
 
 
 def leaves_of(cache: Sequence[Any]) -> list[Leaf] | None:
@@ -66,7 +95,7 @@ def has_state(entry: Any) -> bool:
 def forget(cache: Sequence[Any]) -> None:
     """Forget the content of a prompt cache."""
     for entry in entries_of(cache):
-        getattr(entry, "__dict__", {}).pop(ATTRIBUTE, None)
+        getattr(entry, "__dict__", {}).pop(HISTORY, None)
 
 
 class Leaf:
@@ -105,11 +134,11 @@ class Leaf:
     @property
     def history(self) -> History | None:
         """The content noted by :meth:`note`; None once sequences were added or removed."""
-        return vars(self.entry)[ATTRIBUTE][0] if is_anchored(self.entry, self._anchor()) else None
+        return vars(self.entry)[HISTORY][0] if is_anchored(self.entry, self._anchor()) else None
 
     def note(self, history: History) -> None:
         """Note the content, until :func:`forget`."""
-        vars(self.entry)[ATTRIBUTE] = (history, self._anchor())
+        vars(self.entry)[HISTORY] = (history, self._anchor())
 
     def _anchor(self) -> object:
         """Return an object that the entry replaces when sequences are added or removed."""
@@ -361,12 +390,12 @@ class PrefixCache:
         lefts = [*segments_left, *[0] * len(parts)][: len(parts)]
         # the last page of a call ends with it, unless its segment has no full page
         ends.update(end for end, left in zip(bounds, lefts, strict=True) if end + left >= PAGE_TOKENS)
-        form = form_of(leaves)
-        labels = [
-            make_labels(np.array(part)[0], bound - part.shape[1], bound, form)
-            for bound, part in zip(bounds, parts, strict=True)
-        ]
-        after = history.with_labels(np.concatenate(labels), sorted(ends))
+        labels = np.empty((bounds[-1], 4), np.int64)
+        labels[: history.length] = history.labels
+        labels[history.length :, 0], labels[history.length :, 3] = np.array(tokens)[0], form_of(leaves)
+        for begin, end in pairwise([history.length, *bounds]):
+            labels[begin:end, 1:3] = begin, end
+        after = History(labels, (*history.ends, *sorted(ends)))
         return KnownCall(leaves, history, after, tokens, bounds)
 
     def _fill(self, call: KnownCall, prefix: Prefix) -> bool:

@@ -14,10 +14,9 @@ from mlx_lm.models.cache import KVCache
 from kv_settings import rows_of
 from mlx_flash import enginethread
 from mlx_flash.engine.engine import Lending
-from mlx_flash.kv.history import History
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import DiskKVCache, KVPool, make_caches
-from mlx_flash.prefixes.prefixcache import RowLeaf, prefix_directory
+from mlx_flash.prefixes.prefixcache import History, RowLeaf, prefix_directory
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.events import Begun
 from mlx_flash.server.request import GenerationRequest

@@ -27,9 +27,9 @@ from mlx_flash.engine.prepare import prepare_loaded
 from mlx_flash.engine.prepared import Prepared
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
-from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.kv.owed import Owed, owed_token
+from mlx_flash.kv.views import Checkpoints
 from mlx_flash.layout.adapterfiles import check_adapter
 from mlx_flash.layout.load import model_name
 from mlx_flash.layout.parts import ModelLayout, body_of, head_of

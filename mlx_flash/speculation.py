@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import mlx.core as mx
 
 from mlx_flash.compat.caches import entries_of
-from mlx_flash.kv.checkpoints import PutBack, checkpoint
 from mlx_flash.kv.owed import Debt, Owed
+from mlx_flash.kv.views import PutBack, checkpoint
 from mlx_flash.layout.parts import OwnHead
 from mlx_flash.layout.reachable import arrays_in
 

@@ -19,9 +19,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_flash import enginethread
 from mlx_flash.compat.caches import entries_of, refuses_single_tokens
 from mlx_flash.enginethread import Progress
-from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.kvpool import KVPool, OnDisk, PooledCache
 from mlx_flash.kv.owed import Debt, Owed
+from mlx_flash.kv.views import Checkpoints
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.ledger import NewTokens

@@ -24,10 +24,18 @@ from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row
 from mlx_flash.engine.engine import Engine, Lending
 from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
-from mlx_flash.kv.checkpoints import PutBack, checkpoint, is_empty, kept_bytes, trim_all_to
 from mlx_flash.kv.kvpool import OnDisk
 from mlx_flash.kv.owed import Debt, Owed, owed_to
-from mlx_flash.kv.views import CacheViews, SharedEntryError, can_be_viewed
+from mlx_flash.kv.views import (
+    CacheViews,
+    PutBack,
+    SharedEntryError,
+    can_be_viewed,
+    checkpoint,
+    is_empty,
+    kept_bytes,
+    trim_all_to,
+)
 from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
@@ -58,7 +66,8 @@ class _Part:
         if len(self.calls) > 1:
             lengths, checkpoints = [call.length for call in self.calls], self.calls[0].checkpoints
             self.can_repeat = checkpoints is not None or (not is_proven and is_empty(self.cache))
-            self.views = CacheViews(self.cache, lengths, self.known if checkpoints is None else checkpoints)
+            observer = self.known if checkpoints is None else checkpoints
+            self.views = CacheViews(self.cache, lengths, None if observer is None else observer.add)
             self.computed = [
                 replace(call, arguments=(call.tokens,), keywords={"cache": view}, cache=view)
                 for call, view in zip(self.calls, self.views.views, strict=True)

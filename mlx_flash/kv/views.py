@@ -1,5 +1,7 @@
 """Views of a prompt cache for calls in lockstep: each call sees the cache as the calls before it will leave it.
 
+Checkpoints put it back.
+
 The calls visit each layer in their order, but all of them pass the top of the model, where masks and positions are
 made, before the first has reached the last layer. So an entry of a later call answers from a clone at first, which the
 cache's own code has advanced with zeros that take no memory. When the call before is done with the entry, the view
@@ -11,9 +13,9 @@ Recurrent states of an entry are passed on one by one, since a layer of several 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache as cached
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -25,9 +27,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_flash.compat.caches import entries_of
+from mlx_flash.compat.caches import CacheKinds, entries_of
 from mlx_flash.kv.growth import example_update
-from mlx_flash.kv.kvpool import PooledCache
+from mlx_flash.kv.kvpool import PooledCache, buffers_of, pair, resized
 from mlx_flash.kv.owed import own_kind
 from mlx_flash.layout.reachable import Opaque, arrays_in
 
@@ -58,11 +60,8 @@ def _early(kind: Any) -> Any:
     return type(kind.__name__, (kind,), body)
 
 
-class Observer(Protocol):
-    """Observer of the entries of a prompt cache between calls."""
-
-    def add(self, call: int, entry: Any, found: Any, /) -> None:
-        """Take note of an entry, as ``found`` by a call, which changes it. States in it may be newer already."""
+Observer = Callable[[int, Any, Any], None]
+"""It gets the number of a call, an entry, and that entry as the call found it. States may be newer in the first."""
 
 
 class _States:
@@ -73,7 +72,7 @@ class _States:
         self._owners = [0] * len(entry.cache)
         self._found: list[dict[int, Any] | None] = [{} for _ in views]  # by call, until the observer has it
         if observer is not None:
-            observer.add(0, entry, entry)
+            observer(0, entry, entry)
         for call, view in enumerate(views):
             view.__class__ = _state_view(cast(Hashable, type(entry)))
             view.__dict__ |= {"cache": entry.cache, _PLACE: (self, call)}  # what evaluates a call's effects finds them
@@ -100,7 +99,7 @@ class _States:
             entry = copy.copy(self._entry)
             entry.cache = [found[number] for number in range(len(found))]
             self._found[call] = None
-            observer.add(call, self._entry, entry)
+            observer(call, self._entry, entry)
 
     def _check(self, call: int, index: int) -> None:
         if self._owners[index] not in (call, call + 1):
@@ -166,7 +165,7 @@ class CacheViews:
         call, entry = self._owner[number], self._entries[number]
         if call < len(self._views):
             if self._observer is not None:
-                self._observer.add(call, entry, entry)
+                self._observer(call, entry, entry)
             if isinstance(entry, PooledCache):
                 entry.drop_room(self._lengths[call])
             view = self._views[call][number]
@@ -225,3 +224,113 @@ def _same(left: list[Any], right: list[Any]) -> bool:
         a is b or (isinstance(a, int | float) and isinstance(b, int | float) and a == b)
         for a, b in zip(left, right, strict=True)
     )
+
+
+# --- what puts a cache back after tokens that were computed in vain ----------------------------------------------------
+
+PutBack = Callable[[], None]
+
+
+class Checkpoints:
+    """Checkpoints of a prompt cache before each of several calls, which add a token each."""
+
+    def __init__(self) -> None:
+        self._before: list[list[PutBack]] = []
+
+    def add(self, call: int, entry: Any, found: Any) -> None:
+        """Make a checkpoint of an entry as a call found it, which changes it."""
+        while len(self._before) <= call:
+            self._before.append([])
+        self._before[call].append(checkpoint(entry, found))
+
+    def take_back(self, num_kept: int) -> None:
+        """Put the entries back as the first calls left them."""
+        for put_backs in reversed(self._before[num_kept:]):
+            for put_back in put_backs:
+                put_back()
+        del self._before[num_kept:]
+
+
+def checkpoint(entry: Any, found: Any = None) -> PutBack:
+    """Return what puts an entry back as it is now, after at most one more token; or as it was ``found``, its states.
+
+    After several tokens, the checkpoints before each of them put the entry back, the last one first. None copies more
+    than a token: arrays of states are kept, since models replace them, and rows behind the end mean nothing. Buffers
+    that have grown since are cut: on GPUs the kernel of attention, and so its last bits, may depend on whether keys
+    fill their buffer.
+    """
+    if isinstance(entry, CacheKinds.trimmable):
+        offset, capacity = entry.offset, _capacity(entry)
+
+        def trim() -> None:
+            trim_to(entry, offset)
+            _shrink_to(entry, capacity)
+
+        return trim
+    attributes = {name: _kept(value) for name, value in vars(entry if found is None else found).items()}
+    rewrite = _overwritten(entry) if isinstance(entry, RotatingKVCache) else None
+
+    def put_back() -> None:
+        entry.__dict__ = attributes
+        if rewrite is not None:
+            rewrite()
+
+    return put_back
+
+
+def kept_bytes(entry: Any) -> int:
+    """Return the bytes that a checkpoint keeps in memory once the entry has gone on."""
+    if isinstance(entry, RotatingKVCache) and entry.keys is not None:
+        length, nbytes = entry.keys.shape[2], int(entry.nbytes)
+        return nbytes // length if length <= entry.max_size else nbytes
+    return sum(array.nbytes for array in arrays_in(entry.cache)) if isinstance(entry, ArraysCache) else 0
+
+
+def trim_to(entry: Any, offset: int) -> None:
+    """Take the tokens from an offset on from an entry, if it has any."""
+    if entry.offset > offset:
+        entry.trim(entry.offset - offset)
+
+
+def is_empty(cache: Sequence[Any]) -> bool:
+    """Return whether no entry of a prompt cache holds anything."""
+    return all(entry.empty() and not arrays_in(vars(entry)) for entry in entries_of(cache))
+
+
+def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
+    """Trim every entry to an offset."""
+    for entry, offset in zip(cache, offsets, strict=True):
+        trim_to(entry, offset)
+
+
+def _capacity(entry: Any) -> int:
+    """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
+    arrays = buffers_of(entry)
+    return int(arrays[0].shape[2]) if arrays else 0
+
+
+def _shrink_to(entry: Any, capacity: int) -> None:
+    """Cut the buffers of an entry that have grown."""
+    if capacity < _capacity(entry):
+        entry.keys, entry.values = pair(resized(buffers_of(entry), capacity, capacity) if capacity else [])
+
+
+def _kept(value: Any) -> Any:
+    """Return a value that later changes in place do not reach. Arrays in lists are states, and not written to."""
+    return [copy.copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _overwritten(entry: RotatingKVCache) -> PutBack | None:
+    """Return what writes back the row of a rotating cache that the next token overwrites; None if it does not."""
+    keys, values, _, keep, max_size, index = entry.state
+    index = keep if index == max_size else index
+    if keys is None or keys.shape[2] > max_size or index >= keys.shape[2]:  # the next token makes new arrays
+        return None
+    rows = [mx.take(array, mx.array([index]), axis=2) for array in (keys, values)]  # a copy
+    mx.eval(rows)
+
+    def rewrite() -> None:
+        for array, row in zip((keys, values), rows, strict=True):
+            array[..., index : index + 1, :] = row
+
+    return rewrite

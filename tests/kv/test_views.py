@@ -9,10 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from mlx_flash.kv.checkpoints import Checkpoints
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.kv.kvpool import make_caches
-from mlx_flash.kv.views import CacheViews, SharedEntryError
+from mlx_flash.kv.views import CacheViews, Checkpoints, SharedEntryError
 from mlx_flash.layout.reachable import arrays_in
 
 
@@ -55,7 +54,7 @@ def test_states_pass_one_by_one(entry: ArraysCache) -> None:
 def test_calls_are_taken_back(entry: ArraysCache, order: str, num_kept: int) -> None:
     """To the states that the last kept call left, whenever each of them was replaced."""
     checkpoints = Checkpoints()
-    views = [views[0] for views in CacheViews([entry], [1, 1, 1], checkpoints).views]
+    views = [views[0] for views in CacheViews([entry], [1, 1, 1], checkpoints.add).views]
     for call, name in order.split():
         views[int(call)]["ab".index(name)] += 10
     checkpoints.take_back(num_kept)
@@ -64,7 +63,7 @@ def test_calls_are_taken_back(entry: ArraysCache, order: str, num_kept: int) -> 
 
 def test_a_state_that_is_replaced_twice_needs_an_order(entry: ArraysCache) -> None:
     """After the observer got it."""
-    views = [views[0] for views in CacheViews([entry], [1, 1], Checkpoints()).views]
+    views = [views[0] for views in CacheViews([entry], [1, 1], Checkpoints().add).views]
     for index in (0, 0, 1):
         views[0][index] = mx.array(5)
     with pytest.raises(SharedEntryError):

@@ -226,7 +226,7 @@ def _same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-# --- what puts a cache back after tokens that were computed in vain ----------------------------------------------------
+# --- what puts a cache back after tokens that were computed in vain ---------------------------------------------------
 
 PutBack = Callable[[], None]
 

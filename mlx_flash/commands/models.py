@@ -149,7 +149,7 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
 
 
 def _remove_small_files() -> None:
-    """Remove what was measured, and what killed processes have left. The count of disk writes stays."""
+    """Remove what was measured, and what killed processes have left."""
     for measurements in (PROFILES, SELF_TESTS, ATTENTION, HELD):
         file = measurements.file
         for path in (file, file.with_name(f"{file.name}{PARTIAL_SUFFIX}")):

@@ -63,11 +63,9 @@ class Component:
 
     @property
     def width_bytes(self) -> int:
-        """Bytes of a head's row."""
         return self.width * int(self.dtype.size)
 
     def zeros(self, num_tokens: int) -> mx.array:
-        """Return empty rows."""
         return mx.zeros((*self.shape, num_tokens, self.width), self.dtype)
 
 
@@ -95,12 +93,10 @@ class RowLayout:
 
     @property
     def chunk_pages(self) -> int:
-        """Pages of a chunk."""
         return -(-CHUNK_TOKENS // self.step)
 
     @cached_property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk in a file."""
         return sum(c.heads * stride for c, stride in zip(self.components, self.strides, strict=True))
 
     def slot_offsets(self, capacity: int) -> list[int]:
@@ -108,7 +104,6 @@ class RowLayout:
         return self._slot_places(capacity)[:-1]
 
     def slot_bytes(self, capacity: int) -> int:
-        """Return the size of a slot for so many tokens."""
         return self._slot_places(capacity)[-1]
 
     def _slot_places(self, capacity: int) -> list[int]:
@@ -237,7 +232,6 @@ class PageReader(BackgroundPrefetcher):
         return file
 
     def remove(self, file: SourceFile) -> None:
-        """Close a file that will not be read any more."""
         with self._lock:
             del self._files[file.path]
             file.close()
@@ -321,7 +315,6 @@ class WriteBehind:
         write.run(_closed() if self._is_closed else None)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
         for write in [*self._waiting]:
             write.wait()
 
@@ -367,7 +360,6 @@ class WriteGovernor:
             return True
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that are written in any case."""
         with self._lock:
             self._session_bytes += nbytes
             self.written[self._today()] += nbytes
@@ -405,7 +397,6 @@ class LayerFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that are in use."""
         return len(list(self._used.values())) * self.layout.step * self.layout.token_bytes
 
     def allocate(self, num_pages: int) -> list[FilePage]:
@@ -477,7 +468,6 @@ class DiskRows(Opaque):
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes in memory."""
         return sum(part.nbytes for part in self._tail)
 
     @property
@@ -550,7 +540,6 @@ class DiskRows(Opaque):
 
 
 def _read_pages(disk: DiskRows, start: int, stop: int) -> RowBytes:
-    """Read tokens of pages."""
     disk.settle(start, stop)
     capacity = stop - start
     buffer = memoryview(mmap.mmap(-1, max(disk.layout.slot_bytes(capacity), 1)))
@@ -592,7 +581,6 @@ class KVFiles:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of pages that were read."""
         return self._reader.stats.nbytes if self._folder is not None else 0
 
     def new_file(self, layout: RowLayout) -> LayerFile:

@@ -96,7 +96,6 @@ class Layers(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of one."""
         return self.capacity * self.token_bytes
 
     @property
@@ -172,7 +171,6 @@ class KVLedger:
 
     @cached_property
     def is_on_disk(self) -> bool:
-        """True if a layer is on disk."""
         return True in [each.is_on_disk for each in self.layers]
 
     @cached_property

@@ -45,17 +45,14 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory in bytes."""
         return 0 if self._arena is None else self._arena.nbytes
 
     @property
     def memory(self) -> memoryview:
-        """The bytes of the slot."""
         assert self._arena is not None
         return self._arena.memory
 
     def belongs_to(self, rows: object) -> bool:
-        """Return whether the slot holds rows of this layer."""
         return self._owner is not None and self._owner() is rows
 
     def assign(self, rows: DiskRows, capacity: int) -> None:
@@ -156,7 +153,6 @@ class SlotRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slots take."""
         return sum([slot.nbytes for slot in self.slots])
 
     def resize(self, num_slots: int) -> None:

@@ -178,7 +178,6 @@ class RowLeaf(Leaf):
         mx.eval(buffers_of(entry), entry.offset)
 
     def trim(self, length: int) -> None:
-        """Remove the newest tokens."""
         self.entry.trim((self.length or 0) - length)
 
 
@@ -281,17 +280,14 @@ class KnownCall:
 
     @property
     def num_restored(self) -> int:
-        """New tokens that are cached."""
         return max(0, self.found.num_tokens - self.history.length)
 
     @property
     def rows(self) -> list[RowLeaf]:
-        """Leaves with a row for each token."""
         return [leaf for leaf in self.leaves if isinstance(leaf, RowLeaf)]
 
     @property
     def states(self) -> list[StateLeaf]:
-        """Leaves with a state."""
         return [leaf for leaf in self.leaves if isinstance(leaf, StateLeaf)]
 
 

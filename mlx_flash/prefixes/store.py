@@ -233,7 +233,6 @@ class Prefix(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens it covers."""
         return self.ends[-1] if self.ends else 0
 
     def cut(self, ends: Collection[int]) -> Prefix:
@@ -290,7 +289,6 @@ class PrefixStore:
         log.warning(text, self._directory, str(error))  # without its traceback, which has pages
 
     def _has(self, page: str) -> bool:
-        """Return whether a page is cached."""
         return os.access(f"{self.folder}/{page}{SUFFIX}", os.F_OK)  # a Path object would take ten times as long
 
     def find(self, tokens: Tokens, ends: Sequence[int]) -> Prefix:
@@ -342,6 +340,8 @@ class PrefixStore:
         if not self.is_writable:
             self._count("stopped")
             return False
+        if page_index and not self._has(names[-2]) and not self._writer.queued_bytes:
+            return False  # the page before it was refused
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes
         self._writer.make_room(nbytes)
@@ -355,7 +355,6 @@ class PrefixStore:
         return True
 
     def _drop(self, page: str) -> None:
-        """Remove a damaged page."""
         if self.is_writable:
             try:
                 path_of(self.folder, page).unlink(missing_ok=True)
@@ -363,7 +362,6 @@ class PrefixStore:
                 self._stop(error)
 
     def flush(self) -> None:
-        """Wait until the queue is empty."""
         self._writer.flush()
 
     def close(self) -> None:

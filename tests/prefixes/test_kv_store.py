@@ -144,7 +144,7 @@ def test_a_prompt_longer_than_the_limit_keeps_its_beginning(opened: Opener, capl
         put(store, TOKENS)
         put(store, TOKENS)
     assert found(store, TOKENS) == 3 and found(store, [1] * STEP) == 0
-    assert stats(store)["refused_room"] == 6
+    assert stats(store)["refused_room"] == 2
     assert len(caplog.records) == 1 and "full" in caplog.text
 
 
@@ -489,7 +489,7 @@ class AnyOrder(RuleBasedStateMachine):
         if leftover == "partial":
             (self.opener.directory / "pages" / f"{'1' * 64}.0.partial").write_bytes(os.urandom(PAGE_BYTES))
         elif leftover == "no lock":
-            (self.opener.directory / "lock").unlink()
+            (self.opener.directory / "lock").unlink(missing_ok=True)
         self.open()
         assert not [path for path in self.opener.files() if path.stem.startswith("1" * 64)]
 

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +38,6 @@ from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile, Workers
-from mlx_flash.storage.safetensors import identity_of
 from mlx_flash.storage.selftest import way_of_reading
 
 CHUNK_TOKENS = 8192
@@ -65,9 +64,6 @@ class Component:
     def width_bytes(self) -> int:
         return self.width * int(self.dtype.size)
 
-    def zeros(self, num_tokens: int) -> mx.array:
-        return mx.zeros((*self.shape, num_tokens, self.width), self.dtype)
-
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -79,7 +75,8 @@ class RowLayout:
     @classmethod
     def of(cls, arrays: Sequence[mx.array], step: int) -> RowLayout:
         """Return the layout of arrays ``(batch, heads, tokens, width)``."""
-        return _layout(step, *[(array.shape[:2], array.shape[3], array.dtype) for array in arrays])
+        parts = [Component((a.shape[0], a.shape[1]), a.shape[3], a.dtype) for a in arrays]
+        return cls(tuple(parts), step)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -136,15 +133,11 @@ class RowLayout:
     def to_arrays(self, rows: RowBytes) -> list[mx.array]:
         """Return rows as arrays ``(batch, heads, tokens, width)``, copied."""
         return [
-            mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width) if part.size else c.zeros(0)
+            mx.array(part).view(c.dtype).reshape(*c.shape, part.shape[1], c.width)
+            if part.size
+            else mx.zeros((*c.shape, 0, c.width), c.dtype)
             for part, c in zip(rows, self.components, strict=True)
         ]
-
-
-@lru_cache(maxsize=64)
-def _layout(step: int, *components: tuple[tuple[int, int], int, mx.Dtype]) -> RowLayout:
-    """Return a layout, the same object for all layers: each asks for its own with the first tokens of a prompt."""
-    return RowLayout(tuple([Component(*each) for each in components]), step)
 
 
 class FilePage:
@@ -207,14 +200,12 @@ def _segment(path: Path, pieces: Sequence[Piece]) -> Segment:
 
 
 class GrowingFile(SourceFile):
-    """A file that may grow while it is read."""
+    """A file that grows while it is read."""
 
     hint = "start again with a fresh prompt cache"  # nobody else has keys and values that a file has lost
 
     def check_unchanged(self, tensor: str) -> None:
-        found = identity_of(self.buffered_fd)
-        if found.nbytes < self.identity.nbytes:
-            self._refuse(tensor, found)
+        pass
 
 
 class PageReader(BackgroundPrefetcher):

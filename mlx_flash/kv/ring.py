@@ -136,15 +136,12 @@ class SlotRing:
     """The slots, and the order in which layers use them: the prefetched layer is the one that followed last time.
 
     Attributes:
-        num_fetched: uses of a layer on disk.
-        num_unpredicted: uses whose read had not been started ahead.
         wait_seconds: time spent waiting for reads.
         is_tight: whether a slot takes no more memory than its layer needs, for a pass that parts of a prompt share.
     """
 
     def __init__(self, options: KVOptions) -> None:
         self.slots = [Slot() for _ in range(NUM_SLOTS)]
-        self.num_fetched = self.num_unpredicted = 0
         self.wait_seconds = 0.0
         self.is_tight = False
         self._options = options
@@ -191,7 +188,6 @@ class SlotRing:
 
     def _hand_out(self, disk: DiskRows, slot: Slot) -> list[mx.array]:
         arrays = slot.hand_out(disk.layout, disk.length)
-        self.num_fetched += 1
         last = self._last() if self._last is not None else None
         if last is not None and last is not disk:  # parts of a prompt use a layer one after another
             self._successor[last] = weakref.ref(disk)
@@ -228,7 +224,6 @@ class SlotRing:
 
     def _fill(self, slot: Slot, disk: DiskRows) -> None:
         if slot.tokens < disk.paged_tokens:
-            self.num_unpredicted += 1
             self._read(slot, disk, slot.tokens, urgent=True)
             self.wait_seconds += slot.wait()
         slot.write(disk.layout, disk.tail, disk.paged_tokens)

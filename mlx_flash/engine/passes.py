@@ -34,7 +34,7 @@ from mlx_flash.kv.views import (
     checkpoint,
     is_empty,
     kept_bytes,
-    trim_all_to,
+    trim_to,
 )
 from mlx_flash.layout.parts import body_of, head_of
 from mlx_flash.layout.reachable import arrays_in
@@ -689,7 +689,8 @@ class Undo:
 
 def _trim(cache: Sequence[Any], offsets: Sequence[int]) -> None:
     with suppress(FlashError, OSError):  # tokens on disk, which may be full or gone, cannot be read
-        trim_all_to(cache, offsets)
+        for entry, offset in zip(cache, offsets, strict=True):
+            trim_to(entry, offset)
     if [entry.offset for entry in cache] != offsets:
         break_cache(cache)
 

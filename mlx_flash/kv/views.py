@@ -297,12 +297,6 @@ def is_empty(cache: Sequence[Any]) -> bool:
     return all(entry.empty() and not arrays_in(vars(entry)) for entry in entries_of(cache))
 
 
-def trim_all_to(cache: Sequence[Any], offsets: Sequence[int]) -> None:
-    """Trim every entry to an offset."""
-    for entry, offset in zip(cache, offsets, strict=True):
-        trim_to(entry, offset)
-
-
 def _capacity(entry: Any) -> int:
     """Return the number of tokens that the buffers of an entry have room for; 0 if it has none in memory."""
     arrays = buffers_of(entry)

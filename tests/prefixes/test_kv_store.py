@@ -141,8 +141,8 @@ def test_a_prompt_longer_than_the_limit_keeps_its_beginning(opened: Opener, capl
     store = opened(limit_bytes=3 * PAGE_BYTES + 5)
     with caplog.at_level(logging.WARNING):
         put(store, [1] * STEP)
-        put(store, TOKENS)
-        put(store, TOKENS)
+        for i in [*range(6)] * 2:
+            put(store, TOKENS, [i])
     assert found(store, TOKENS) == 3 and found(store, [1] * STEP) == 0
     assert stats(store)["refused_room"] == 2
     assert len(caplog.records) == 1 and "full" in caplog.text

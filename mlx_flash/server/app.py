@@ -31,8 +31,7 @@ from mlx_flash.server.openai import ChatRequest, CompletionRequest, EmbeddingReq
 from mlx_flash.server.replies import error_reply
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.service import Service
-from mlx_flash.telemetry import find, read
-from mlx_flash.telemetry import metrics as metrics_of
+from mlx_flash.telemetry import METRICS, find, read
 
 _FOLDER = Path(__file__).with_name("web")
 
@@ -95,11 +94,12 @@ def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
         yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
-        for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
-            kind = CounterMetricFamily if fact.kind == "counter" else GaugeMetricFamily
-            name = f"mlx_flash_{fact.metric}"
-            family = families.setdefault(name, kind(name, fact.help, labels=["model", "number"]))
-            family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], value)
+        facts = read(engine.state) if engine.pid == os.getpid() else {}
+        for fact, (name, words) in METRICS.items():
+            if fact in facts:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                family = families.setdefault(name, kind(f"mlx_flash_{name}", words, labels=["model", "number"]))
+                family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], facts[fact])
     yield from families.values()
 
 

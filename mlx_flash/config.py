@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mlx_flash.errors import ConfigError
-from mlx_flash.folders import settings_file
+from mlx_flash.files import settings_file
 from mlx_flash.logs import log
 
 T = TypeVar("T")

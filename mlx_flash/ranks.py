@@ -33,8 +33,7 @@ from mlx.utils import tree_map
 
 from mlx_flash.compat.arrays import random_key, set_random_key
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError, FlashError, PeerError, StreamedWeightsError
-from mlx_flash.files import PrivateFolder
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import PrivateFolder, cache_directory
 from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit

@@ -22,7 +22,7 @@ from mlx_flash.config import (
     parse_setting,
 )
 from mlx_flash.errors import ConfigError, FlashError
-from mlx_flash.folders import settings_file
+from mlx_flash.files import settings_file
 
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
 SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")

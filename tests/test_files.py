@@ -224,7 +224,7 @@ import os, sys
 os.environ.pop("XDG_CACHE_HOME"), os.environ.pop("XDG_CONFIG_HOME", None)
 import mlx.core as mx
 from mlx_flash import FlashConfig, load_model
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import cache_directory
 model = load_model(sys.argv[1], FlashConfig.resolve(ram_budget_gb=2.0, kv_cache="disk"))[0]
 model(mx.array([[1, 2]]))
 model.close()

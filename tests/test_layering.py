@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mlx_flash"
 
 FLOORS = [
     ["errors", "forks", "logs", "version"],
-    ["compat", "files", "folders"],
+    ["compat", "files"],
     ["config", "enginethread", "memory"],
     ["storage", "telemetry"],
     ["layout"],

@@ -29,8 +29,7 @@ from mlx_flash.convert import pack as packing
 from mlx_flash.convert.derived import Copy, derived_directory, list_copies
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import BudgetError, CheckpointNotFoundError, ConfigError, FlashError
-from mlx_flash.files import PARTIAL_SUFFIX, free_bytes, remove_orphans, remove_unheld
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import PARTIAL_SUFFIX, cache_directory, free_bytes, remove_orphans, remove_unheld
 from mlx_flash.kv.disk import sessions_directory
 from mlx_flash.layout import hub
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, download, is_downloaded, missing_bytes, not_found

@@ -29,8 +29,7 @@ from mlx_flash.commands.vision import is_vision
 from mlx_flash.config import FlashConfig, did_you_mean
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError, FlashError, WriteError
-from mlx_flash.files import make_private, write_atomically, write_errors
-from mlx_flash.folders import home_directory
+from mlx_flash.files import home_directory, make_private, write_atomically, write_errors
 from mlx_flash.layout.hub import is_ollama_name
 from mlx_flash.layout.names import known_models, repository_of
 from mlx_flash.memory.footprint import footprint, peak_footprint

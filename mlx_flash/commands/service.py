@@ -16,8 +16,7 @@ from typing import TextIO
 from mlx_flash.commands.arguments import parse_arguments
 from mlx_flash.commands.common import note
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import make_private, write_atomically
-from mlx_flash.folders import home_directory, settings_file
+from mlx_flash.files import home_directory, make_private, settings_file, write_atomically
 
 NAME = "mlx-flash"
 

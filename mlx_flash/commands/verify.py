@@ -28,8 +28,7 @@ from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.status import plan_numbers
 from mlx_flash.errors import FileChangedError
 from mlx_flash.experts.pool import ABSENT
-from mlx_flash.files import PrivateFolder
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import PrivateFolder, cache_directory
 from mlx_flash.layout.load import load_config
 from mlx_flash.layout.parts import ModelLayout, Parameter, Unit, bind
 from mlx_flash.layout.reachable import arrays_in

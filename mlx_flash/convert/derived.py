@@ -30,6 +30,7 @@ from mlx_flash.convert.pack import MOST_NOTE_BYTES, NOTE_NAME, Progress, Rewrite
 from mlx_flash.files import (
     PARTIAL_SUFFIX,
     HeldLock,
+    cache_directory,
     free_bytes,
     free_floor,
     is_held,
@@ -38,7 +39,6 @@ from mlx_flash.files import (
     remove_unheld,
     write_errors,
 )
-from mlx_flash.folders import cache_directory
 from mlx_flash.forks import finalize
 from mlx_flash.layout.load import LoadedModel, fingerprint_of, iter_parameters, model_name, reads_explained, state_of
 from mlx_flash.layout.parts import bind

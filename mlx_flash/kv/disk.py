@@ -30,8 +30,7 @@ import numpy as np
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.config import GB
 from mlx_flash.errors import WriteError
-from mlx_flash.files import PrivateFolder, close_all, free_bytes, write_at
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import PrivateFolder, cache_directory, close_all, free_bytes, write_at
 from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.kvledger import QUEUE_DEPTH, READ_SIZE, WRITE_BEHIND_BYTES, KVOptions
 from mlx_flash.layout.reachable import Opaque

@@ -38,8 +38,7 @@ from mlx_flash.errors import (
     IndexFileError,
     ReadError,
 )
-from mlx_flash.files import PrivateFolder, check_regular, read_regular
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import PrivateFolder, cache_directory, check_regular, read_regular
 from mlx_flash.storage.blocks import LOGICAL_START
 from mlx_flash.storage.safetensors import (
     INDEX_NAME,

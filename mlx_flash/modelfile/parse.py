@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from mlx_flash.config import ALIASES, IDLE, FlashConfig, did_you_mean, own_settings, parse_setting
 from mlx_flash.errors import ConfigError
-from mlx_flash.files import make_private, write_atomically, write_errors
-from mlx_flash.folders import settings_file
+from mlx_flash.files import make_private, settings_file, write_atomically, write_errors
 from mlx_flash.layout.names import repository_of
 
 _NAME = re.compile(r"\w[\w.:-]{0,99}", re.ASCII)

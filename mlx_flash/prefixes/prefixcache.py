@@ -32,8 +32,7 @@ from mlx_lm.models.cache import (
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.caches import entries_of, is_right_padded, length_of, shortened_window
 from mlx_flash.config import GB, VARIABLE_PREFIX, FlashConfig
-from mlx_flash.files import FREE_SHARE, free_bytes
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import FREE_SHARE, cache_directory, free_bytes
 from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.kv.kvledger import PAGE_TOKENS
 from mlx_flash.kv.kvpool import (

@@ -13,8 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.files import free_bytes
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import cache_directory, free_bytes
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.swap import clone_with
 from mlx_flash.memory.arena import Arena, active_memory

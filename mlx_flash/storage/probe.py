@@ -22,8 +22,15 @@ from typing import Any
 import psutil
 
 from mlx_flash import enginethread
-from mlx_flash.files import PrivateFolder, make_private, nearest, read_json_object, write_atomically, write_errors
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import (
+    PrivateFolder,
+    cache_directory,
+    make_private,
+    nearest,
+    read_json_object,
+    write_atomically,
+    write_errors,
+)
 from mlx_flash.memory.arena import use_huge_pages
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, drop_file
 from mlx_flash.storage.placement import Piece, read_pages

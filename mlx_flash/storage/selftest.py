@@ -22,7 +22,7 @@ import numpy as np
 
 from mlx_flash import enginethread
 from mlx_flash.errors import SelfTestError, WriteError
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import cache_directory
 from mlx_flash.memory.arena import Arena, SlotArena
 from mlx_flash.memory.driver import DriverError
 from mlx_flash.memory.footprint import free_unused

@@ -25,7 +25,7 @@ from children import HELPERS
 from kv_settings import same
 from mlx_flash import FlashConfig, FlashLLM, cli, generate_step
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import cache_directory
 from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.loading import load_model
 from mlx_flash.monitor.words import size

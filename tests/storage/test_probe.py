@@ -13,7 +13,7 @@ import pytest
 
 import children
 from mlx_flash.errors import ReadError
-from mlx_flash.folders import cache_directory
+from mlx_flash.files import cache_directory
 from mlx_flash.storage import probe
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, DEFAULT_READ_SIZE, BackgroundPrefetcher, Ticket
 from mlx_flash.storage.probe import MAX_AGE_SECONDS, DiskProfile, disk_profile, doubt_profile, probe_disk

@@ -36,34 +36,28 @@ ALIASES = {
 _UNSET: dict[str, Any] = {"prefill_chunk_size": 0, "disk_kv_dir": ""}
 """Values that other programs have for None."""
 
-_EXPERTS = "the model's config.json has the number of experts of a token; another one changes the output"
-_AHEAD = "num_slots sets how far the reader is ahead"
-_PAGES = "free memory and io decide what the page cache keeps"
-_TIMES = "flash-monitor shows the time of each layer, --verbose prints the log"
-_BITS = "kv_bits of generate and stream_generate, or --kv-bits, quantizes keys and values"
-_TILES = "the plan cuts large weights into row tiles where the budget needs it"
-
-IDLE = {
-    "top_k": _EXPERTS,
-    "moe_top_k_override": _EXPERTS,
-    "expert_cache_size": "expert_pool_gb sets the memory for experts",
-    "prefetch_layers": _AHEAD,
-    "pipeline_depth": _AHEAD,
-    "pipelined_execution": "reads always overlap computing",
-    "eviction": _PAGES,
-    "eviction_strategy": _PAGES,
-    "quant_warn_below": "the checkpoint decides the bits of weights",
-    "metal_kernels": "MLX chooses the kernels",
-    "strict_guardrails": "the budget always holds",
-    "debug": _TIMES,
-    "enable_profiling": _TIMES,
-    "monitor_queue": "telemetry publishes the state for flash-monitor",
-    "kv_cache_quantized": _BITS,
-    "kv_cache_bits": _BITS,
-    "kv_cache_local_window_size": _BITS,
-    "tiled_execution": _TILES,
-    "tile_size": _TILES,
+_DECIDED_OTHERWISE = {
+    "the model's config.json has the number of experts of a token; another one changes the output": (
+        "top_k",
+        "moe_top_k_override",
+    ),
+    "expert_pool_gb sets the memory for experts": ("expert_cache_size",),
+    "num_slots sets how far the reader is ahead": ("prefetch_layers", "pipeline_depth"),
+    "reads always overlap computing": ("pipelined_execution",),
+    "free memory and io decide what the page cache keeps": ("eviction", "eviction_strategy"),
+    "the checkpoint decides the bits of weights": ("quant_warn_below",),
+    "MLX chooses the kernels": ("metal_kernels",),
+    "the budget always holds": ("strict_guardrails",),
+    "flash-monitor shows the time of each layer, --verbose prints the log": ("debug", "enable_profiling"),
+    "telemetry publishes the state for flash-monitor": ("monitor_queue",),
+    "kv_bits of generate and stream_generate, or --kv-bits, quantizes keys and values": (
+        "kv_cache_quantized",
+        "kv_cache_bits",
+        "kv_cache_local_window_size",
+    ),
+    "the plan cuts large weights into row tiles where the budget needs it": ("tiled_execution", "tile_size"),
 }
+IDLE = {name: reason for reason, names in _DECIDED_OTHERWISE.items() for name in names}
 """Settings of other programs that have no effect here, each with what decides instead."""
 
 OTHER_NAMES = (*ALIASES, *IDLE)
@@ -140,10 +134,7 @@ GB = 1_000_000_000
 
 Profile = Literal["safe", "balanced", "performance"]
 Budget = float | Literal["min", "auto", "safe", "balanced", "performance"] | None
-IOMode = Literal["auto", "direct", "buffered"]
 KVMode = Literal["stock", "disk"]
-Batching = Literal["auto", "stock"]
-PrefixMode = Literal["off", "exact"]
 
 BUDGET_WORDS = ("min", "auto", *get_args(Profile))
 """The words of ``ram_budget_gb``."""
@@ -232,18 +223,18 @@ class FlashConfig:
     kv_keep: int = field(default=0, metadata=_OR_ZERO)
     kv_step: int = 256
     kv_directory: Path | str | None = None
-    kv_prefixes: PrefixMode | None = None
+    kv_prefixes: Literal["off", "exact"] | None = None
     kv_prefix_tenant: str | None = None
     kv_prefix_gb: float | None = field(default=None, metadata=_OR_ZERO)
     ssd_write_gb_per_day: float | None = field(default=None, metadata=_OR_ZERO)
-    batching: Batching = "auto"
+    batching: Literal["auto", "stock"] = "auto"
     lend_reserves: bool = True
     speculation: bool = True
     mtp: Literal["auto", "off"] = "auto"
     num_slots: int | None = None
     expert_pool_gb: float | None = field(default=None, metadata=_OR_ZERO)
     expert_lookahead: bool = True
-    io: IOMode = "auto"
+    io: Literal["auto", "direct", "buffered"] = "auto"
     read_size_mb: float | None = None
     queue_depth: int | None = field(default=None, metadata={"most": 64})
     derived_cache_gb: float | None = field(default=None, metadata=_OR_ZERO)

@@ -204,16 +204,12 @@ class Publisher:
             clock = time.perf_counter()
             state = self._collect()
             if state != last or clock - last_clock >= HEARTBEAT_SECONDS:
-                self._write(clock, state)
+                entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
+                if (path := self.path) is not None:
+                    write_atomically(path, json.dumps(entry, allow_nan=False, separators=(",", ":")))
                 last, last_clock = state, clock
             with contextlib.suppress(Empty):
                 self._wake.get(timeout=self._interval)
-
-    def _write(self, clock: float, state: Json) -> None:
-        entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
-        text = json.dumps(entry, allow_nan=False, separators=(",", ":"))
-        if (path := self.path) is not None:
-            write_atomically(path, text)
 
     def _remove(self) -> None:
         self.path = None

@@ -46,17 +46,6 @@ def number(kind: type[int] | type[float], least: float, most: float = LARGEST) -
     return parse
 
 
-def one_of(*numbers: int) -> Type:
-    """Return a type of some numbers."""
-
-    def parse(text: str) -> int:
-        if text not in map(str, numbers):
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, numbers))}")
-        return int(text)
-
-    return parse
-
-
 def checked(parse: Callable[[str], Any]) -> Type:
     """Return a type whose ValueErrors are told as they are."""
 
@@ -111,7 +100,9 @@ def size(text: str) -> int:
 
 def kv_bits(text: str) -> int | None:
     """Return the bits of quantized keys and values; None for 0."""
-    return None if text == "0" else one_of(2, 3, 4, 5, 6, 8)(text)
+    if text not in ("0", "2", "3", "4", "5", "6", "8"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of 2, 3, 4, 5, 6, 8")
+    return int(text) or None
 
 
 count = number(int, 1)
@@ -172,7 +163,7 @@ XTC = (
 SEED = number(int, 0, 2**64 - 1)
 QUANTIZED = (
     flag("--kv-bits N", "bits of quantized keys and values (default: not quantized)", kv_bits),
-    flag("--kv-group-size N", "numbers with a scale of their own", one_of(32, 64, 128), default=64),
+    flag("--kv-group-size N", "numbers with a scale of their own", int, choices=(32, 64, 128), default=64),
     flag("--quantized-kv-start N", "tokens of a cache before it is quantized", number(int, 0), default=5000),
 )
 ACCESS = (

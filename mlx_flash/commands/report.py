@@ -27,7 +27,7 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import counted, duration, filled, limit, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, PROBE_OPTIMISM, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
-from mlx_flash.telemetry import Facts, Sample, ratio
+from mlx_flash.telemetry import Sample, ratio, read
 
 Json = dict[str, Any]
 Responses = Generator[Any, None, None]
@@ -70,14 +70,16 @@ class Recorder:
 
     def sample(self) -> Sample:
         """Return the clock and the counters now."""
-        found, model, engine = Facts(), self._model, self._engine
-        kv = KVUsage() if model.kv is None else model.kv.usage
-        sections = {"passes": model.counters, "read": engine.reader.stats, "stream": engine.stream.stats}
-        numbers: Any
-        for section, numbers in {**sections, "experts": self._experts, "kv": kv}.items():
-            found |= {f"{section}.{name}": value for name, value in asdict(numbers).items() if value is not None}
-        found["loans.saved_bytes"] = engine.loans.saved_bytes
-        return Sample(time.perf_counter(), found)
+        model, engine = self._model, self._engine
+        sections = {
+            "passes": asdict(model.counters),
+            "read": asdict(engine.reader.stats),
+            "stream": asdict(engine.stream.stats),
+            "experts": asdict(self._experts),
+            "kv": asdict(KVUsage() if model.kv is None else model.kv.usage),
+            "loans": {"saved_bytes": engine.loans.saved_bytes},
+        }
+        return Sample(time.perf_counter(), read(sections))
 
 
 def follow(responses: Responses, run: Recorder, out: TextIO | None) -> None:
@@ -152,9 +154,8 @@ def _disk_numbers(run: Recorder) -> Json:
         "disk_bytes_per_second": disk,  # of the disk in its probe
         "disk_speed_share": reading and ratio(reading, disk),
         "cached_read_share": cached,  # share of these bytes that came through the page cache
-        "prompt_wait_share": ratio(
-            first.waited(start), first.clock - start.clock, 1
-        ),  # waiting for weights and the like
+        # waiting for weights and the like
+        "prompt_wait_share": ratio(first.waited(start), first.clock - start.clock, 1),
         "generation_wait_share": waiting,
         "generation_read_share": ratio(last.reading(first), last.clock - first.clock, 1),  # with a read in flight
         "generation_compute_share": None if waiting is None else 1 - waiting,
@@ -174,9 +175,8 @@ def _expert_numbers(run: Recorder) -> Json:
         "expert_hit_rate": ratio(last.since(first, "experts.num_hits"), last.since(first, "experts.num_routed")),
         "expert_bytes_read_per_token": ratio(min(asked, generated), len(run.tokens) - 1),
         "expert_predictions": predicted,  # experts prefetched in generation
-        "expert_prediction_rate": ratio(
-            last.since(first, "experts.num_predicted_right"), predicted
-        ),  # that were needed
+        # share of them that were needed
+        "expert_prediction_rate": ratio(last.since(first, "experts.num_predicted_right"), predicted),
     }
 
 

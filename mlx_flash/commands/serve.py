@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,7 +55,7 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
         check_installed("--vision")
 
     other = Source(config=config, vision=args.vision, tokenizer_settings=settings, defaults=defaults)
-    describe = _describing(args, other)
+    describe = partial(_described, args, other)
     sources = [
         describe(name, base) if base in modelfiles else replace(other, name=name, base=base) for name, base in models
     ]
@@ -71,25 +72,21 @@ def _is_modelfile(base: str) -> bool:
     return Path(base).is_file() and Path(base).suffix != ".gguf"
 
 
-def _describing(args: argparse.Namespace, other: Source) -> Callable[[str, str | Path], Source]:
-    """Return a function that reads a Modelfile and returns a model of the server.
+def _described(args: argparse.Namespace, other: Source, name: str, path: str | Path) -> Source:
+    """Return a model of the server from its Modelfile.
 
-    The function raises ConfigError if the Modelfile gives a budget of its own, or leaves the model to mlx-lm.
+    Raises: ConfigError: the Modelfile gives a budget of its own, or leaves the model to mlx-lm.
     """
-
-    def describe(name: str, path: str | Path) -> Source:
-        modelfile = read_modelfile(path)
-        config = make_config(args, modelfile.flash)
-        if config.ram_budget_gb != other.config.ram_budget_gb:
-            raise ConfigError(
-                f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server "
-                "share one budget. Hint: give it with --ram-budget-gb, which wins over Modelfiles."
-            )
-        if not config.enabled:
-            raise ConfigError(f"{modelfile.path}: FLASH false leaves the model to mlx-lm. Hint: run mlx_lm.server.")
-        return source_of(modelfile, name, replace(other, config=config))
-
-    return describe
+    modelfile = read_modelfile(path)
+    config = make_config(args, modelfile.flash)
+    if config.ram_budget_gb != other.config.ram_budget_gb:
+        raise ConfigError(
+            f"{modelfile.path}: FLASH_RAM_GB {config.ram_budget_gb} is for one model, and all models of a server "
+            "share one budget. Hint: give it with --ram-budget-gb, which wins over Modelfiles."
+        )
+    if not config.enabled:
+        raise ConfigError(f"{modelfile.path}: FLASH false leaves the model to mlx-lm. Hint: run mlx_lm.server.")
+    return source_of(modelfile, name, replace(other, config=config))
 
 
 def serve_catalog(catalog: Catalog, options: BatchOptions, args: argparse.Namespace) -> int:

@@ -194,13 +194,6 @@ class Note(NamedTuple):
     text: str
 
 
-class Message(NamedTuple):
-    """A first message of every conversation. Its role is ``"system"``, ``"user"`` or ``"assistant"``."""
-
-    role: str
-    content: str
-
-
 PARAMETERS: Mapping[str, tuple[Callable[[str], int | float], float, float, str]] = {
     "num_ctx": (int, 1, math.inf, "at least 1"),
     "num_predict": (int, -2, math.inf, "at least 1, or -1 for no limit, or -2 to fill the context"),
@@ -234,15 +227,15 @@ class Modelfile:
     system: str | None = None  # the system prompt
     template: str | None = None  # the prompt template as written
     chat_template: str | None = None  # the template if it is a Jinja chat template; None takes the tokenizer's own
-    messages: tuple[Message, ...] = ()  # first messages of every conversation
+    messages: tuple[dict[str, str], ...] = ()  # first ones of every conversation: role and content
     flash: Mapping[str, str] = field(default_factory=dict)  # fields of FlashConfig and their checked texts
     notes: tuple[Note, ...] = ()  # instructions without effect, by line
 
     @property
     def first_messages(self) -> tuple[dict[str, str], ...]:
         """The messages that every conversation begins with."""
-        system = [] if self.system is None else [Message("system", self.system)]
-        return tuple({"role": role, "content": content} for role, content in (*system, *self.messages))
+        system = () if self.system is None else ({"role": "system", "content": self.system},)
+        return (*system, *self.messages)
 
 
 _OTHER_NAMES = {"enabled": "FLASH", "ram_budget_gb": "FLASH_RAM_GB", "kv_cache": "FLASH_KV"}
@@ -359,7 +352,7 @@ class _Draft:
                 raise ConfigError(
                     f"MESSAGE is of {key!r}: it must be one of {', '.join(ROLES)}{did_you_mean(key, ROLES)}"
                 )
-            return Message(key, value)
+            return {"role": key, "content": value}
         if name in ("FROM", "ADAPTER"):
             if not value:
                 raise ConfigError(f"{name} is empty")

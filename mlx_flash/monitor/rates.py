@@ -75,19 +75,13 @@ class Watcher:
 
     def to_json(self) -> list[Json]:
         """Return one JSON object for each running engine."""
-        return [_to_json(history, self.system) for history in self.histories]
-
-
-def _to_json(history: History, system: SystemMemory) -> Json:
-    envelope = asdict(history.latest)
-    del envelope["path"]
-    return {
-        **envelope.pop("state"),
-        **envelope,
-        "idle": history.is_idle(),
-        "rates": asdict(history.rates),
-        "system": asdict(system),
-    }
+        found = []
+        for history in self.histories:
+            envelope, rates = asdict(history.latest), asdict(history.rates)
+            del envelope["path"]
+            more = {"idle": history.is_idle(), "rates": rates, "system": asdict(self.system)}
+            found.append({**envelope.pop("state"), **envelope, **more})
+        return found
 
 
 MINUTE = 60.0

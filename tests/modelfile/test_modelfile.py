@@ -15,7 +15,7 @@ from machines import some
 from mlx_flash.config import FlashConfig, KVMode
 from mlx_flash.errors import ConfigError
 from mlx_flash.modelfile.parse import PARAMETERS as BOUNDS
-from mlx_flash.modelfile.parse import Message, Modelfile, Note, parse_modelfile, read_modelfile
+from mlx_flash.modelfile.parse import Modelfile, Note, parse_modelfile, read_modelfile
 
 FROM = "FROM org/model\n"
 
@@ -45,7 +45,7 @@ def test_the_example() -> None:
     assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
     assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."
     assert found.template and found.chat_template
-    assert [message.role for message in found.messages] == ["user", "assistant"]
+    assert [message["role"] for message in found.messages] == ["user", "assistant"]
     config = FlashConfig.resolve(modelfile=found.flash, environment={})
     assert (config.ram_budget_gb, config.context_length, config.prefill_step_size) == ("balanced", 4096, 512)
     left_out = {"poison_released_slots"}  # for tests
@@ -113,7 +113,7 @@ def test_quotes() -> None:
         found = parse(f"SYSTEM {written}", "PARAMETER seed 7")
         assert found.system == text
         assert found.parameters["seed"] == 7  # the next line is read as such
-        assert parse(f"MESSAGE user {written}").messages == (Message("user", text),)
+        assert parse(f"MESSAGE user {written}").messages == ({"role": "user", "content": text},)
     for written in ('"""never ends', '"""', '""""', '"never ends', '"', '"""a"', '"""a\n"', '"""a\n""" b'):
         quote = '"""' if written.startswith('"""') else '"'
         end = f"the text that begins with {quote} has no closing {quote} at the end of a line"

@@ -76,10 +76,9 @@ def open_regular(path: Path, flags: int = 0) -> int:
 def read_regular(path: Path, limit: int) -> bytes:
     """Read a file that passes :func:`check_regular`."""
     with open(open_regular(path), "rb") as file:
-        _check(path, os.fstat(file.fileno()), limit)
         data = file.read(limit + 1)  # files of /proc report no size
-    if len(data) > limit:
-        raise _too_large(path, len(data), limit)
+        if (nbytes := max(len(data), os.fstat(file.fileno()).st_size)) > limit:
+            raise OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
     return data
 
 
@@ -97,18 +96,12 @@ def check_regular(path: Path) -> None:
     _check(path, path.stat())
 
 
-def _check(path: Path, status: os.stat_result, limit: int | None = None) -> None:
+def _check(path: Path, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = "FIFO" if stat.S_ISFIFO(status.st_mode) else "device or socket"
         raise OSError(errno.ENXIO, f"it is a {kind}, not a regular file", str(path))
-    if limit is not None and status.st_size > limit:
-        raise _too_large(path, status.st_size, limit)
-
-
-def _too_large(path: Path, nbytes: int, limit: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has {nbytes} bytes, at most {limit} are allowed", str(path))
 
 
 @contextmanager

@@ -153,10 +153,8 @@ def load(path: Path, args: argparse.Namespace, num_prompt_tokens: int) -> tuple[
         return model, draft
 
 
-def load_draft(args: argparse.Namespace, path: Path) -> nn.Module | None:
-    """Return the model of ``--draft-model``, or None."""
-    if args.draft_model is None:
-        return None
+def load_draft(args: argparse.Namespace, path: Path) -> nn.Module:
+    """Return the model of ``--draft-model``."""
     draft = resolve(args.draft_model)
     sizes = [load_tokenizer(folder, args).vocab_size for folder in (draft, path)]
     if sizes[0] != sizes[1]:

@@ -267,27 +267,30 @@ class Conversation:
     ) -> None:
         self.loaded, self.modelfile = loaded, modelfile
         self._sampling, self._grammar = sampling or Sampling(), grammar
-        self.messages: list[dict[str, Any]] = [*modelfile.first_messages]  # pictures' files are their ``images``
+        self._turns: list[dict[str, Any]] = [*modelfile.messages]  # pictures' files are their ``images``
         self.pictures: list[str] = []  # files for the next message
         self.job: Job | None = None  # the last answer
         self.finish_reason: str | None = None  # of the last answer; None if it did not end by itself
 
     def clear(self) -> None:
         """Forget everything but the messages that the Modelfile begins with."""
-        self.messages = [*self.modelfile.first_messages]
+        self._turns = [*self.modelfile.messages]
 
     def resume(self, messages: list[dict[str, Any]]) -> None:
         """Go on with messages of another conversation, and with its system prompt."""
-        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-        self.messages, self.modelfile = messages, replace(self.modelfile, system=system)
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.set_system(messages[0]["content"] if has_system else None)
+        self._turns = messages[has_system:]
 
     def set_system(self, text: str | None) -> None:
         """Change the system prompt of this conversation; None removes it."""
-        first, self.modelfile = list(self.modelfile.first_messages[:1]), replace(self.modelfile, system=text)
-        if first and first[0]["role"] == "system" and self.messages[:1] == first:
-            del self.messages[0]
-        if text is not None:
-            self.messages.insert(0, {"role": "system", "content": text})
+        self.modelfile = replace(self.modelfile, system=text)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The system prompt, if there is one, and all turns."""
+        system = self.modelfile.system
+        return [*([] if system is None else [{"role": "system", "content": system}]), *self._turns]
 
     @property
     def num_cached(self) -> int:
@@ -306,7 +309,7 @@ class Conversation:
         Closing the iterator keeps the answer so far. An answer that ends before its first piece leaves no trace.
         """
         pictures, self.pictures, said, self.finish_reason = self.pictures, [], "", None
-        self.messages.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
+        self._turns.append({"role": "user", "content": text, **({"images": pictures} if pictures else {})})
         try:
             for piece in self._pieces(_Listener(on_prompt, is_stopped), on_token):
                 said += piece
@@ -316,9 +319,9 @@ class Conversation:
             raise
         finally:
             if said or self.finish_reason is not None:  # an empty answer is one, too
-                self.messages.append({"role": "assistant", "content": said})
+                self._turns.append({"role": "assistant", "content": said})
             else:
-                self.messages.pop()
+                self._turns.pop()
                 self.pictures = pictures
 
     def _pieces(self, listener: _Listener, on_token: Callable[[Job], None]) -> Iterator[str]:

@@ -242,12 +242,7 @@ class FlashConfig:
     poison_released_slots: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.ram_budget_gb, str) and self.ram_budget_gb not in BUDGET_WORDS:
-            raise ConfigError(
-                f"ram_budget_gb is {self.ram_budget_gb!r}: it must be a number of GB, {_OR_A_WORD}"
-                + did_you_mean(self.ram_budget_gb, BUDGET_WORDS)
-            )
-        parse_budget(self.ram_budget_gb)
+        object.__setattr__(self, "ram_budget_gb", parse_budget(self.ram_budget_gb))
         for each in fields(self):
             _check(each.name, getattr(self, each.name), each.metadata)
         if self.kv_max_tokens is not None:
@@ -390,7 +385,7 @@ def _from_text(name: str, text: str) -> object:
     """Return the text as a value of the field's type."""
     kinds = setting_kinds(name)
     if name == "ram_budget_gb" and text.lower() != "none":
-        return parse_budget("auto" if text.lower() == "auto" else text)
+        return "auto" if text.lower() == "auto" else text
     if NoneType in kinds and text.lower() in {"none", "auto"}:
         return None
     try:

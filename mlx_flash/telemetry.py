@@ -189,27 +189,24 @@ class Publisher:
         self._remove()
 
     def _run(self) -> None:
+        last: Json | None = None
+        last_clock = 0.0
         try:
-            self._publish()
+            while not self._closed:
+                clock = time.perf_counter()
+                state = self._collect()
+                if state != last or clock - last_clock >= HEARTBEAT_SECONDS:
+                    entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
+                    if (path := self.path) is not None:
+                        write_atomically(path, json.dumps(entry, allow_nan=False, separators=(",", ":")))
+                    last, last_clock = state, clock
+                with contextlib.suppress(Empty):
+                    self._wake.get(timeout=self._interval)
         except OSError as error:
             if not self._closed:
                 log.warning("flash-monitor does not see this model any more: %s", error)
         finally:
             self._remove()
-
-    def _publish(self) -> None:
-        last: Json | None = None
-        last_clock = 0.0
-        while not self._closed:
-            clock = time.perf_counter()
-            state = self._collect()
-            if state != last or clock - last_clock >= HEARTBEAT_SECONDS:
-                entry = {**self._envelope, "written": time.time(), "clock": clock, "state": state}
-                if (path := self.path) is not None:
-                    write_atomically(path, json.dumps(entry, allow_nan=False, separators=(",", ":")))
-                last, last_clock = state, clock
-            with contextlib.suppress(Empty):
-                self._wake.get(timeout=self._interval)
 
     def _remove(self) -> None:
         self.path = None

@@ -9,9 +9,10 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -24,61 +25,55 @@ _CLEAR_BELOW, _CLEAR_RIGHT, _HOME = "\x1b[J", "\x1b[K", "\x1b[H"
 _SHOW_CURSOR, _LEAVE_SCREEN = "\x1b[?25h", "\x1b[?1049l"
 
 
-class Terminal:
-    """A context that shows frames in place of each other and reads keys.
+def is_screen(console: Console) -> bool:
+    """Return whether frames replace each other. A pipe, or ``TERM=dumb``, gets them one after the other."""
+    return console.is_terminal and not console.is_dumb_terminal
 
-    A pipe, or a terminal with ``TERM=dumb``, gets the frames one after the other.
-    """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._in_place = console.is_terminal and not console.is_dumb_terminal
-        self._keys = sys.stdin.fileno() if self._in_place and sys.stdin.isatty() else None
-        self._saved: list[Any] | None = None
+@contextmanager
+def screen(console: Console) -> Iterator[int | None]:
+    """Show frames in place of each other during a block. Yield the descriptor that keys are read from, if any."""
+    if not is_screen(console):
+        yield None
+        return
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+    saved = None if keys is None else termios.tcgetattr(keys)
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        console.set_alt_screen(True)
+        console.show_cursor(False)
+        yield keys
+    finally:
+        if keys is not None and saved is not None:
+            termios.tcsetattr(keys, termios.TCSADRAIN, saved)
+        # An exception may have come while the console collected a frame: it would collect this, too.
+        console.file.write(_SHOW_CURSOR + _LEAVE_SCREEN)
+        console.file.flush()
 
-    def __enter__(self) -> Terminal:
-        if self._keys is not None:
-            self._saved = termios.tcgetattr(self._keys)
-            tty.setcbreak(self._keys)
-        if self._in_place:
-            self._console.set_alt_screen(True)
-            self._console.show_cursor(False)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._keys is not None and self._saved is not None:
-            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
-        if self._in_place:
-            # An exception may have come while the console collected a frame: it would collect this, too.
-            self._console.file.write(_SHOW_CURSOR + _LEAVE_SCREEN)
-            self._console.file.flush()
+def show(console: Console, lines: Sequence[Text]) -> None:
+    """Draw a frame that fits the terminal."""
+    if not is_screen(console):
+        print_lines(console, [*lines, Text()])
+        return
+    with console.capture() as captured:
+        print_lines(console, lines)
+    text = captured.get().removesuffix("\n").replace("\n", f"{_CLEAR_RIGHT}\n")
+    # One write over the old frame does not flicker.
+    console.file.write(f"{_HOME}{text}{_CLEAR_RIGHT}{_CLEAR_BELOW}")
+    console.file.flush()
 
-    @property
-    def height(self) -> int | None:
-        """Lines of the terminal now; None when frames follow one another."""
-        return self._console.height if self._in_place else None
 
-    def show(self, lines: Sequence[Text]) -> None:
-        """Draw a frame that fits the terminal."""
-        if not self._in_place:
-            print_lines(self._console, [*lines, Text()])
-            return
-        with self._console.capture() as captured:
-            print_lines(self._console, lines)
-        text = captured.get().removesuffix("\n").replace("\n", f"{_CLEAR_RIGHT}\n")
-        # One write over the old frame does not flicker.
-        self._console.file.write(f"{_HOME}{text}{_CLEAR_RIGHT}{_CLEAR_BELOW}")
-        self._console.file.flush()
-
-    def wait(self, seconds: float) -> str:
-        """Return the next key; an empty string when none comes in time."""
-        if self._keys is None:
-            time.sleep(seconds)
-            return ""
-        if not select.select([self._keys], [], [], seconds)[0]:
-            return ""
-        key = os.read(self._keys, 1)
-        return key.decode("ascii", "replace") if key else "q"  # the terminal is gone
+def wait(keys: int | None, seconds: float) -> str:
+    """Return the next key; an empty string when none comes in time."""
+    if keys is None:
+        time.sleep(seconds)
+        return ""
+    if not select.select([keys], [], [], seconds)[0]:
+        return ""
+    key = os.read(keys, 1)
+    return key.decode("ascii", "replace") if key else "q"  # the terminal is gone
 
 
 def print_lines(console: Console, lines: Sequence[Text]) -> None:
@@ -131,11 +126,11 @@ def print_looks(watcher: Watcher, args: argparse.Namespace, console: Console, ou
 
 def live(watcher: Watcher, args: argparse.Namespace, console: Console) -> int:
     """Draw frames until the user quits. Without an engine, wait for one."""
-    with Terminal(console) as terminal:
+    with screen(console) as keys:
         while True:
             watcher.look()
-            terminal.show(draw(watcher, console, terminal.height))
-            key = terminal.wait(args.interval)
+            show(console, draw(watcher, console, console.height if is_screen(console) else None))
+            key = wait(keys, args.interval)
             if key in ("q", "Q"):
                 return 0
             if key == "\t":

@@ -30,7 +30,7 @@ from mlx_flash.commands.common import (
 )
 from mlx_flash.commands.models import ask_to_download, fetched, model_of
 from mlx_flash.commands.report import Recorder, Responses, follow, make_report, render_run
-from mlx_flash.commands.vision import answer_about_pictures, is_vision
+from mlx_flash.commands.vision import is_vision, seeing
 from mlx_flash.compat.loaders import makes_own_cache
 from mlx_flash.engine.prepare import resolve
 from mlx_flash.errors import ConfigError
@@ -100,6 +100,41 @@ def answer(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Res
             options["num_draft_tokens"] = args.num_draft_tokens
         options |= {"prefill_step_size": model.plan.prefill_step_size, "prompt_progress_callback": progress}
         yield run, stream_generate(model, tokenizer, prompt, **options)
+
+
+_WITHOUT = {
+    "adapter_path": None,
+    "draft_model": None,
+    "prefill_response": None,
+    "xtc_probability": 0.0,
+    "min_tokens_to_keep": 1,
+}
+"""Flags that mlx-vlm's loops have nothing for, and their defaults."""
+
+
+@contextlib.contextmanager
+def answer_about_pictures(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
+    """Yield the answer to a prompt with pictures, as mlx-vlm generates it, and its recorder."""
+    for name, default in _WITHOUT.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not available for models that see, which mlx-vlm's loops run. "
+                "Hint: leave it out."
+            )
+    began, text, is_chat = time.perf_counter(), prompt_text(args, read_on_rank_0), not args.ignore_chat_template
+    options: dict[str, Any] = {}
+    if is_chat:  # as in mlx-vlm's program, reasoning is off unless it is asked for
+        options = {"enable_thinking": False, **(args.chat_template_config or {})}
+    most, messages = args.max_tokens if args.max_tokens > 0 else None, turns(args, text) if is_chat else text
+    pictures = args.image or ()
+    with seeing(args, path, messages, pictures, num_tokens=most, is_chat=is_chat, **options) as found:
+        model, processor, prompt = found
+        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
+        run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
+        loop = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
+        loop |= {"temperature": args.temp, "prefill_step_size": run.plan.prefill_step_size}
+        yield run, prompt.responses(model, processor, **loop)
 
 
 def encode_prompt(tokenizer: Any, args: argparse.Namespace) -> list[int]:

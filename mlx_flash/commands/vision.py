@@ -1,36 +1,24 @@
-"""Commands on models that see: which library loads a model, and ``mlx-flash generate --image``."""
+"""Commands on models that see: which library loads a model, with which prompt."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_flash.commands.common import LOOP_FLAGS, Status, make_config, prompt_text, turns
-from mlx_flash.commands.report import Recorder, Responses
+from mlx_flash.commands.common import Status, make_config
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.engine.prepared import Prepared
 from mlx_flash.errors import ConfigError
-from mlx_flash.ranks import read_on_rank_0
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
     from mlx_flash.vision.flashvlm import FlashVLM
     from mlx_flash.vision.pictures import PicturePrompt
-
-_WITHOUT = {
-    "adapter_path": None,
-    "draft_model": None,
-    "prefill_response": None,
-    "xtc_probability": 0.0,
-    "min_tokens_to_keep": 1,
-}
-"""Flags that mlx-vlm's loops have nothing for, and their defaults."""
 
 
 def is_vision(args: argparse.Namespace, path: Path, *, prefers: bool) -> bool:
@@ -95,28 +83,3 @@ def sampled(args: argparse.Namespace, path: Path) -> Iterator[tuple[FlashVLM, Pi
     words = " ".join(islice(cycle(("What", "is", "in", "this", "picture", "?")), args.prompt_tokens))
     with seeing(args, path, words, [sample_picture()], num_tokens=args.max_tokens) as (model, _, prompt):
         yield model, prompt
-
-
-@contextlib.contextmanager
-def answer_about_pictures(args: argparse.Namespace, path: Path) -> Iterator[tuple[Recorder, Responses]]:
-    """Yield the answer to a prompt with pictures, as mlx-vlm generates it, and its recorder."""
-    for name, default in _WITHOUT.items():
-        if getattr(args, name) != default:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not available for models that see, which mlx-vlm's loops run. "
-                "Hint: leave it out."
-            )
-    began, text, is_chat = time.perf_counter(), prompt_text(args, read_on_rank_0), not args.ignore_chat_template
-    options: dict[str, Any] = {}
-    if is_chat:  # as in mlx-vlm's program, reasoning is off unless it is asked for
-        options = {"enable_thinking": False, **(args.chat_template_config or {})}
-    most, messages = args.max_tokens if args.max_tokens > 0 else None, turns(args, text) if is_chat else text
-    pictures = args.image or ()
-    with seeing(args, path, messages, pictures, num_tokens=most, is_chat=is_chat, **options) as found:
-        model, processor, prompt = found
-        tokenizer = getattr(processor, "tokenizer", processor)
-        tokenizer.stopping_criteria.add_eos_token_ids(args.extra_eos_token)
-        run = Recorder(model.language_model, len(prompt.tokens), time.perf_counter() - began)
-        loop = {name: getattr(args, name) for name in (*LOOP_FLAGS, "top_p", "min_p", "top_k")}
-        loop |= {"temperature": args.temp, "prefill_step_size": run.plan.prefill_step_size}
-        yield run, prompt.responses(model, processor, **loop)

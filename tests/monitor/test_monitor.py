@@ -26,7 +26,7 @@ from rich.text import Text
 from children import ROOT
 from interrupt_points import interrupted_in, total_points
 from mlx_flash import telemetry as facts
-from mlx_flash.commands.engines import Terminal, draw, print_lines
+from mlx_flash.commands.engines import draw, print_lines, screen, show
 from mlx_flash.monitor.frames import STATES, bar, chart, frame, pass_words, strip
 from mlx_flash.monitor.rates import IDLE_SECONDS, MINUTE, History, Watcher
 from mlx_flash.monitor.words import duration, printable, rate, size, speed
@@ -407,8 +407,8 @@ def test_the_terminal_is_restored_after_a_signal_while_a_frame_is_drawn() -> Non
 
     def program(run: Callable[[Callable[[], object]], bool]) -> None:
         console = Console(file=io.StringIO(), force_terminal=True, width=40, height=5)
-        with Terminal(console) as terminal:
-            run(lambda: terminal.show([Text("model"), Text("engine")]))
+        with screen(console):
+            run(lambda: show(console, [Text("model"), Text("engine")]))
         assert console.file.getvalue().endswith("\x1b[?25h\x1b[?1049l")  # type: ignore[attr-defined]
 
     total = total_points(program, folders)

@@ -385,7 +385,7 @@ def _from_text(name: str, text: str) -> object:
     """Return the text as a value of the field's type."""
     kinds = setting_kinds(name)
     if name == "ram_budget_gb" and text.lower() != "none":
-        return "auto" if text.lower() == "auto" else text
+        return parse_budget("auto" if text.lower() == "auto" else text)
     if NoneType in kinds and text.lower() in {"none", "auto"}:
         return None
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -283,14 +283,25 @@ def read_text(path: Path) -> str:
 
 def parse_modelfile(text: str, path: Path | str) -> Modelfile:
     """Parse the text of a Modelfile. Paths in it are relative to the folder of ``path``, its file."""
-    draft = _Draft(Path(path))
+    path, notes = Path(path), list[Note]()
+    found: dict[str, list[tuple[int, Any]]] = {}  # the lines and values of each instruction
     lines = enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1)
     for number, line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
         try:
-            draft.add(number, line, (following for _, following in lines))
+            what, value, reason = _instruction(line, (following for _, following in lines), path.parent)
+            if what == "FROM" and what in found:
+                raise ConfigError(f"there is a second FROM; the first is in line {found[what][0][0]}")
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
-    return draft.finish()
+        if reason:
+            notes.append(Note(number, f"{what} has no effect: {reason}"))
+            continue
+        if what in found and what not in _SEVERAL:
+            notes.append(Note(found[what][-1][0], f"{what} has no effect: line {number} says it again"))
+        found.setdefault(what, []).append((number, value))
+    return _made_of(found, notes, path)
 
 
 def _own_instruction(alias: str, rest: list[str]) -> tuple[str, list[str]]:
@@ -307,91 +318,72 @@ _SEVERAL = ("MESSAGE", "LICENSE", "PARAMETER stop")
 """Instructions that may be repeated. Of each other instruction the last one counts."""
 
 
-class _Draft:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._values: dict[str, Any] = {}  # by instruction; a list for each in _SEVERAL
-        self._lines: dict[str, int] = {}
-        self._notes: list[Note] = []
+def _instruction(line: str, following: Iterator[str], folder: Path) -> tuple[str, Any, str]:
+    """Return the instruction of a line, its value, and why it has no effect.
 
-    def add(self, number: int, line: str, following: Iterator[str]) -> None:
-        """Add the instruction of a line, and of the following lines that its quotes span."""
-        first, *rest = line.split(None, 1) or [""]
-        if not first or first.startswith("#"):
-            return
-        name, key = first.upper(), ""
-        if name in _ALIASES:
-            name, rest = _own_instruction(_ALIASES[name], rest)
-        if name not in _INSTRUCTIONS:
-            raise ConfigError(f"there is no instruction {first!r}{did_you_mean(name, _INSTRUCTIONS)}")
-        if name in ("PARAMETER", "MESSAGE"):
-            key, *rest = rest[0].split(None, 1) if rest else [""]
-            key = key.lower()
-        what = f"{name} {key}".strip()
-        if not rest:
-            raise ConfigError(f"{what} has no value")
-        value = unquote(rest[0], following)
-        if reason := _WITHOUT_EFFECT.get(name) or (UNUSED_PARAMETERS.get(key) if name == "PARAMETER" else None):
-            self._notes.append(Note(number, f"{what} has no effect: {reason}"))
-            return
-        parsed, what = self._parsed(name, key, value), name if name == "MESSAGE" else what
-        if what in _SEVERAL:
-            self._values.setdefault(what, []).append(parsed)
-            return
-        if what in self._lines:
-            if what == "FROM":
-                raise ConfigError(f"there is a second FROM; the first is in line {self._lines[what]}")
-            self._notes.append(Note(self._lines[what], f"{what} has no effect: line {number} says it again"))
-        self._lines[what], self._values[what] = number, parsed
+    Lines that its quotes span are taken from ``following``. A parameter has its name in the instruction.
+    """
+    first, *rest = line.split(None, 1)
+    name, key = first.upper(), ""
+    if name in _ALIASES:
+        name, rest = _own_instruction(_ALIASES[name], rest)
+    if name not in _INSTRUCTIONS:
+        raise ConfigError(f"there is no instruction {first!r}{did_you_mean(name, _INSTRUCTIONS)}")
+    if name in ("PARAMETER", "MESSAGE"):
+        key, *rest = rest[0].split(None, 1) if rest else [""]
+        key = key.lower()
+    what = f"{name} {key}".strip()
+    if not rest:
+        raise ConfigError(f"{what} has no value")
+    value = unquote(rest[0], following)
+    if reason := _WITHOUT_EFFECT.get(name) or (UNUSED_PARAMETERS.get(key) if name == "PARAMETER" else None):
+        return what, value, reason
+    if name == "PARAMETER":
+        return what, parse_stop(value) if key == "stop" else parse_parameter(key, value), ""
+    if name == "MESSAGE":
+        if key not in ROLES:
+            raise ConfigError(f"MESSAGE is of {key!r}: it must be one of {', '.join(ROLES)}{did_you_mean(key, ROLES)}")
+        return name, {"role": key, "content": value}, ""
+    if name in ("FROM", "ADAPTER"):
+        if not value:
+            raise ConfigError(f"{name} is empty")
+        return name, (parse_base if name == "FROM" else parse_directory)(value, folder), ""
+    if name in FLASH_INSTRUCTIONS:
+        parse_setting(FLASH_INSTRUCTIONS[name], value)
+    return name, value, ""
 
-    def _parsed(self, name: str, key: str, value: str) -> object:
-        if name == "PARAMETER":
-            return parse_stop(value) if key == "stop" else parse_parameter(key, value)
-        if name == "MESSAGE":
-            if key not in ROLES:
-                raise ConfigError(
-                    f"MESSAGE is of {key!r}: it must be one of {', '.join(ROLES)}{did_you_mean(key, ROLES)}"
-                )
-            return {"role": key, "content": value}
-        if name in ("FROM", "ADAPTER"):
-            if not value:
-                raise ConfigError(f"{name} is empty")
-            return (parse_base if name == "FROM" else parse_directory)(value, self._path.parent)
-        if name in FLASH_INSTRUCTIONS:
-            parse_setting(FLASH_INSTRUCTIONS[name], value)
-        return value
 
-    def finish(self) -> Modelfile:
-        """Return the Modelfile."""
-        values, lines = self._values, self._lines
-        if "FROM" not in values:
-            raise ConfigError(f"{self._path}: there is no FROM, which names the model")
-        if "FLASH_CONTEXT_LENGTH" in lines and (line := lines.get("PARAMETER num_ctx")):
-            self._notes.append(Note(line, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"))
-        has_penalty = any(f"PARAMETER {kind}_penalty" in lines for kind in ("repeat", "presence", "frequency"))
-        if not has_penalty and (line := lines.get("PARAMETER repeat_last_n")):
-            self._notes.append(Note(line, "PARAMETER repeat_last_n has no effect: no penalty is given"))
-        template = chat_template = values.get("TEMPLATE")
-        if template is not None and not _JINJA_MARK.search(template):
-            chat_template = None
-            words = (
-                "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
-            )
-            self._notes.append(Note(lines["TEMPLATE"], words))
-        parameters = {name: values[what] for name in PARAMETERS if (what := f"PARAMETER {name}") in values}
-        flash = {setting: values[name] for name, setting in FLASH_INSTRUCTIONS.items() if name in values}
-        if "num_ctx" in parameters:
-            flash.setdefault("context_length", str(parameters["num_ctx"]))
-        return Modelfile(
-            path=self._path,
-            base=values["FROM"],
-            adapter=values.get("ADAPTER"),
-            parameters=parameters,
-            stop=tuple(values.get("PARAMETER stop", ())),
-            system=values.get("SYSTEM"),
-            template=template,
-            chat_template=chat_template,
-            messages=tuple(values.get("MESSAGE", ())),
-            flash=flash,
-            notes=tuple(sorted(self._notes, key=lambda note: note.line)),
-        )
+def _made_of(found: Mapping[str, Sequence[tuple[int, Any]]], notes: list[Note], path: Path) -> Modelfile:
+    """Return the Modelfile with some instructions. Of those that cannot be repeated the last one counts."""
+    lines = {what: each[-1][0] for what, each in found.items()}
+    values: dict[str, Any] = {what: each[-1][1] for what, each in found.items()}
+    values |= {what: [value for _, value in found[what]] for what in _SEVERAL if what in found}
+    if "FROM" not in values:
+        raise ConfigError(f"{path}: there is no FROM, which names the model")
+    if "FLASH_CONTEXT_LENGTH" in lines and (line := lines.get("PARAMETER num_ctx")):
+        notes.append(Note(line, "PARAMETER num_ctx sets no memory aside: FLASH_CONTEXT_LENGTH does"))
+    has_penalty = any(f"PARAMETER {kind}_penalty" in lines for kind in ("repeat", "presence", "frequency"))
+    if not has_penalty and (line := lines.get("PARAMETER repeat_last_n")):
+        notes.append(Note(line, "PARAMETER repeat_last_n has no effect: no penalty is given"))
+    template = chat_template = values.get("TEMPLATE")
+    if template is not None and not _JINJA_MARK.search(template):
+        chat_template = None
+        words = "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
+        notes.append(Note(lines["TEMPLATE"], words))
+    parameters = {name: values[what] for name in PARAMETERS if (what := f"PARAMETER {name}") in values}
+    flash = {setting: values[name] for name, setting in FLASH_INSTRUCTIONS.items() if name in values}
+    if "num_ctx" in parameters:
+        flash.setdefault("context_length", str(parameters["num_ctx"]))
+    return Modelfile(
+        path=path,
+        base=values["FROM"],
+        adapter=values.get("ADAPTER"),
+        parameters=parameters,
+        stop=tuple(values.get("PARAMETER stop", ())),
+        system=values.get("SYSTEM"),
+        template=template,
+        chat_template=chat_template,
+        messages=tuple(values.get("MESSAGE", ())),
+        flash=flash,
+        notes=tuple(sorted(notes, key=lambda note: note.line)),
+    )

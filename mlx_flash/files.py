@@ -15,7 +15,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -321,8 +321,8 @@ class PrivateFolder:
         finalize(self, _remove_all, made)  # first, in case an interrupt ends what follows
         with write_errors(f"cannot make a folder for {purpose} in {base}", "or set another directory"):
             make_private(base)
+            remove_orphans(base)
             with HeldLock(base):  # or another process might remove the folder before it is locked
-                _remove_orphans(base)
                 made.append(base / f"{_PREFIX}{secrets.token_hex(8)}")
                 made[0].mkdir(mode=0o700)
                 self.lock = HeldLock(made[0])
@@ -341,17 +341,12 @@ def _remove_all(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_orphans(base: Path) -> None:
-    for path in base.glob(SESSIONS):
-        with suppress(OSError):  # another user's; the next process removes whatever is left
-            remove_unheld(path)
-
-
 def remove_orphans(base: Path) -> None:
     """Remove the folders that killed processes made with :class:`PrivateFolder`. ``base`` need not exist."""
-    if base.is_dir():
-        with HeldLock(base):
-            _remove_orphans(base)
+    with HeldLock(base) if base.is_dir() else nullcontext():
+        for path in base.glob(SESSIONS):
+            with suppress(OSError):  # another user's; the next process removes whatever is left
+                remove_unheld(path)
 
 
 def is_held(path: Path, *, required: bool = True) -> bool:

@@ -24,7 +24,6 @@ from mlx_flash.commands.common import (
 )
 from mlx_flash.commands.models import headers_of, model_of, use_name
 from mlx_flash.commands.report import (
-    Json,
     Recorder,
     make_report,
     planning_to_json,
@@ -51,7 +50,7 @@ from mlx_flash.residency.planner import table_of_budgets
 from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
 from mlx_flash.storage.safetensors import read_checkpoint, weight_files
 from mlx_flash.storage.selftest import SelfTest, profile_for, test_now
-from mlx_flash.telemetry import ratio
+from mlx_flash.telemetry import Json, ratio
 
 
 def measure(args: argparse.Namespace, path: Path, config: FlashConfig) -> tuple[Json, ResidencyPlan]:

@@ -27,9 +27,8 @@ from mlx_flash.model import FlashLLM
 from mlx_flash.monitor.words import counted, duration, filled, limit, size
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, MB, PROBE_OPTIMISM, ResidencyPlan, in_mb
 from mlx_flash.storage.blocks import Compression, num_cores
-from mlx_flash.telemetry import Sample, ratio, read
+from mlx_flash.telemetry import Json, Sample, ratio, read
 
-Json = dict[str, Any]
 Responses = Generator[Any, None, None]
 """Yields results of ``stream_generate``."""
 

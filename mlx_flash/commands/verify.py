@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash.commands.common import Status, emit, labelled, make_config
 from mlx_flash.commands.models import model_of
-from mlx_flash.commands.report import Json, surroundings
+from mlx_flash.commands.report import surroundings
 from mlx_flash.commands.vision import is_vision, sampled
 from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
@@ -41,6 +41,7 @@ from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.prefetcher import Buffer, read_pieces
 from mlx_flash.storage.safetensors import TensorRecord, identity_of, read_checkpoint
 from mlx_flash.storage.selftest import way_of_reading
+from mlx_flash.telemetry import Json
 
 if TYPE_CHECKING:  # mlx-vlm is an extra
     from mlx_flash.vision.pictures import PicturePrompt
@@ -336,10 +337,11 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         expected = subject.repeat(stock, resident=resident, report=status.show)
     if changed := [file.name for file, before in zip(files, identities, strict=True) if identity_of(file) != before]:
         raise FileChangedError(f"{changed[0]} was written to while it was verified. Hint: verify again.")
+    difference, wrong = first_difference(expected, calls), numbers["wrong_bytes"]
     receipt: Json = {
         "model": path.name,
-        "is_exact": expected == calls and not numbers["wrong_bytes"],
-        "difference": first_difference(expected, calls),
+        "is_exact": expected == calls and not wrong,
+        "difference": difference,
         **numbers,
         "library": subject.library,
         "reference": "resident" if resident else "layers",
@@ -350,7 +352,15 @@ def verify(args: argparse.Namespace, out: TextIO) -> int:
         "way_of_reading": way_of_reading(),
         **surroundings(),
     }
-    _write(args, receipt, out)
+    more = {
+        "is_equal": not wrong,
+        "wrong": next(iter(wrong), None),
+        "compared": "the model in memory" if resident else "one layer in memory at a time",
+        "layers": calls[0]["layers"],
+        "result": f"DIFFERENT from {difference} on" if difference else "identical",
+        "digest": calls[-1]["logits"],
+    }
+    emit(args, receipt, labelled(filled(VERIFICATION, {**receipt, **more})), out)
     return 0 if receipt["is_exact"] else EXIT_DIFFERS
 
 
@@ -362,17 +372,3 @@ def _stock_copy(path: Path) -> Iterator[Path]:
         return
     with closing(PrivateFolder(cache_directory() / "verify", "an uncompressed copy")) as private:
         yield pack(path, private.path / path.name).target
-
-
-def _write(args: argparse.Namespace, receipt: Json, out: TextIO) -> None:
-    wrong, calls, difference = receipt["wrong_bytes"], receipt["calls"], receipt["difference"]
-    how = {"resident": "the model in memory", "layers": "one layer in memory at a time"}
-    more = {
-        "is_equal": not wrong,
-        "wrong": next(iter(wrong), None),
-        "compared": how[receipt["reference"]],
-        "layers": calls[0]["layers"],
-        "result": f"DIFFERENT from {difference} on" if difference else "identical",
-        "digest": calls[-1]["logits"],
-    }
-    emit(args, receipt, labelled(filled(VERIFICATION, {**receipt, **more})), out)

@@ -45,7 +45,7 @@ from mlx_flash.modelfile.parse import (
 )
 from mlx_flash.monitor.words import counted, filled, formatted, printable, size
 from mlx_flash.prefixes.prefixcache import prefix_directory
-from mlx_flash.prefixes.store import StoredModel, clear_prefixes, list_prefixes
+from mlx_flash.prefixes.store import clear_prefixes, list_prefixes
 from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
 from mlx_flash.residency.sizes import RESULTS as ATTENTION
@@ -123,7 +123,8 @@ def cache(args: argparse.Namespace, out: TextIO) -> int:
         clear_prefixes(prefix_directory())
         found = [copy for copy in copies if derived.remove(copy)]
         _remove_small_files()
-    tokens, nbytes, prefix_bytes = sum(model.tokens for model in prefixes), _total(found), _total(prefixes)
+    tokens, prefix_bytes = sum(model.tokens for model in prefixes), sum(model.nbytes for model in prefixes)
+    nbytes = sum(copy.nbytes for copy in found)
     table = Table.grid(padding=(0, 2))
     for copy in copies:
         when = _days_ago(copy.last_used) if copy.is_complete else "not complete"
@@ -162,10 +163,6 @@ def _remove_small_files() -> None:
 def _to_json(copies: Iterable[Copy]) -> list[Json]:
     names = {"nbytes": "bytes", "is_complete": "complete"}
     return [{names.get(name, name): value for name, value in asdict(copy).items()} for copy in copies]
-
-
-def _total(kept: Sequence[Copy] | Sequence[StoredModel]) -> int:
-    return sum(each.nbytes for each in kept)
 
 
 def _days_ago(last_used: float) -> str:

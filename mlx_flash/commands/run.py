@@ -120,11 +120,6 @@ def state_folder() -> Path:
     return (Path(base) if base else home_directory() / ".local" / "state") / "mlx-flash"
 
 
-def history_file() -> Path:
-    """Return the file of earlier messages. It need not exist."""
-    return state_folder() / "history"
-
-
 def open_history(path: Path) -> bool:
     """Make the file for this user alone. Return False where that fails."""
     try:
@@ -147,7 +142,7 @@ def _make_editor(words: Sequence[str]) -> Read:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
-    path = history_file()
+    path = state_folder() / "history"
     history: History = FileHistory(str(path)) if open_history(path) else InMemoryHistory()
     keys = KeyBindings()
 
@@ -291,11 +286,6 @@ class Conversation:
         """The system prompt, if there is one, and all turns."""
         system = self.modelfile.system
         return [*([] if system is None else [{"role": "system", "content": system}]), *self._turns]
-
-    @property
-    def num_cached(self) -> int:
-        """The number of tokens in the KV cache."""
-        return len(self.loaded.kept.tokens) if isinstance(self.loaded.kept, OwnCache) else 0
 
     def answer(
         self,
@@ -574,16 +564,16 @@ class Talk:
 
     def _shown(self) -> Iterator[tuple[str, str]]:
         conversation, model = self._conversation, self._conversation.loaded.model
-        described = conversation.modelfile
+        described, kept = conversation.modelfile, conversation.loaded.kept
         facts = {
             "model": described.base,
             "plan": plan_to_json(model.plan),
             "num_messages": str(len(conversation.messages)),
-            "num_cached": str(conversation.num_cached),
+            "num_cached": str(len(kept.tokens) if isinstance(kept, OwnCache) else 0),
             "footprint": footprint(),
             "peak": peak_footprint(),
             "system": described.system,
-            "template": described.template,
+            "template": described.chat_template,
         }
         yield from filled(INFO, facts)
         yield from ((name, str(value)) for name, value in described.parameters.items())

@@ -45,7 +45,8 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     given = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "max_tokens")}
     defaults = Defaults(temperature=args.temp, template_options=args.chat_template_args, **given)
     models = [*map(_named, args.model), *_in_folder(args.models_dir)]
-    modelfiles = {base: read_modelfile(base) for _, base in models if _is_modelfile(base)}
+    files = [base for _, base in models if Path(base).is_file() and Path(base).suffix != ".gguf"]
+    modelfiles = {base: read_modelfile(base) for base in files}
     for modelfile in modelfiles.values():
         note_lines(modelfile)
     if len(models) == 1 and modelfiles:
@@ -66,10 +67,6 @@ def serve(args: argparse.Namespace, out: TextIO) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(BatchOptions) if field.name in args}
     step = args.prefill_step_size or DEFAULT_PREFILL_STEP_SIZE
     return serve_catalog(catalog, BatchOptions(**{**given, "prefill_step_size": step}), args)
-
-
-def _is_modelfile(base: str) -> bool:
-    return Path(base).is_file() and Path(base).suffix != ".gguf"
 
 
 def _described(args: argparse.Namespace, other: Source, name: str, path: str | Path) -> Source:

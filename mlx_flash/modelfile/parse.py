@@ -225,8 +225,7 @@ class Modelfile:
     parameters: Mapping[str, int | float] = field(default_factory=dict)  # those that are set
     stop: tuple[str, ...] = ()  # texts that end the generation
     system: str | None = None  # the system prompt
-    template: str | None = None  # the prompt template as written
-    chat_template: str | None = None  # the template if it is a Jinja chat template; None takes the tokenizer's own
+    chat_template: str | None = None  # a template of Jinja; None takes the tokenizer's own
     messages: tuple[dict[str, str], ...] = ()  # first ones of every conversation: role and content
     flash: Mapping[str, str] = field(default_factory=dict)  # fields of FlashConfig and their checked texts
     notes: tuple[Note, ...] = ()  # instructions without effect, by line
@@ -365,9 +364,9 @@ def _made_of(found: Mapping[str, Sequence[tuple[int, Any]]], notes: list[Note], 
     has_penalty = any(f"PARAMETER {kind}_penalty" in lines for kind in ("repeat", "presence", "frequency"))
     if not has_penalty and (line := lines.get("PARAMETER repeat_last_n")):
         notes.append(Note(line, "PARAMETER repeat_last_n has no effect: no penalty is given"))
-    template = chat_template = values.get("TEMPLATE")
+    template = values.get("TEMPLATE")
     if template is not None and not _JINJA_MARK.search(template):
-        chat_template = None
+        template = None
         words = "TEMPLATE has no effect: templates of Go are not read, and the tokenizer's own chat template is used"
         notes.append(Note(lines["TEMPLATE"], words))
     parameters = {name: values[what] for name in PARAMETERS if (what := f"PARAMETER {name}") in values}
@@ -381,8 +380,7 @@ def _made_of(found: Mapping[str, Sequence[tuple[int, Any]]], notes: list[Note], 
         parameters=parameters,
         stop=tuple(values.get("PARAMETER stop", ())),
         system=values.get("SYSTEM"),
-        template=template,
-        chat_template=chat_template,
+        chat_template=template,
         messages=tuple(values.get("MESSAGE", ())),
         flash=flash,
         notes=tuple(sorted(notes, key=lambda note: note.line)),

@@ -123,18 +123,14 @@ def model_lines(history: History) -> Iterator[Text]:
 
 
 def _ranks(state: Json) -> Iterator[str]:
-    """Yield words on each rank: its layers."""
+    """Yield words on each rank: the first runs of its layers."""
     ranks = state.get("ranks", {}).get("each", [])
     for rank, entry in enumerate(ranks[:MAX_RANKS]):
-        yield f"{rank}: layers {_runs(entry['layers'])}"
+        runs = entry["layers"]
+        words, total = layer_runs(runs[:MAX_RUNS]), sum(b - a for a, b in runs)
+        yield f"{rank}: layers {f'{words}, ... ({total})' if len(runs) > MAX_RUNS else words or '-'}"
     if len(ranks) > MAX_RANKS:
         yield f"and {len(ranks) - MAX_RANKS} more"
-
-
-def _runs(runs: Sequence[Sequence[int]]) -> str:
-    """Return the first runs of layers, as first and last one."""
-    words, total = layer_runs(runs[:MAX_RUNS]), sum(b - a for a, b in runs)
-    return f"{words}, ... ({total})" if len(runs) > MAX_RUNS else words or "-"
 
 
 def pass_words(facts: Facts, clock: float, tokens_per_second: float | None, units: Sequence[Json]) -> str:

@@ -96,7 +96,7 @@ def test_the_editor_takes_pasted_lines_quotes_and_history(keyboard: Any, state: 
 
 
 def test_a_history_that_others_could_read_becomes_private(state: Path) -> None:
-    file = run.history_file()
+    file = run.state_folder() / "history"
     file.parent.mkdir(parents=True)
     file.write_text("")
     file.chmod(0o644)
@@ -108,7 +108,7 @@ def test_without_a_place_messages_are_not_kept(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert not run.open_history(run.history_file())
+    assert not run.open_history(run.state_folder() / "history")
     assert "messages are not kept" in capsys.readouterr().err
 
 

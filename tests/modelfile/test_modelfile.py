@@ -44,7 +44,7 @@ def test_the_example() -> None:
     assert found.parameters.keys() == BOUNDS.keys()
     assert found.stop == ("<|eot_id|>", "<|start_header_id|>")
     assert found.system == "You are a patient teacher.\nAnswer in at most three sentences."
-    assert found.template and found.chat_template
+    assert found.chat_template
     assert [message["role"] for message in found.messages] == ["user", "assistant"]
     config = FlashConfig.resolve(modelfile=found.flash, environment={})
     assert (config.ram_budget_gb, config.context_length, config.prefill_step_size) == ("balanced", 4096, 512)
@@ -257,7 +257,7 @@ def test_what_is_said_twice_counts_once(what: str) -> None:
     found = parse(f"{what} 3{text}", f"{what} 1{text}", f"{what} 2{text}", "PARAMETER num_gpu 1")
     assert [note.line for note in found.notes] == [2, 3, 5]
     assert found.notes[0].text == f"{what} has no effect: line 3 says it again"
-    said = (found.system, found.parameters.get("top_k"), found.flash.get("num_slots"), found.template)
+    said = (found.system, found.parameters.get("top_k"), found.flash.get("num_slots"), found.chat_template)
     assert [str(value)[0] for value in said if value is not None] == ["2"]
 
 
@@ -269,6 +269,6 @@ def test_templates() -> None:
     jinja = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert parse(f'TEMPLATE "{jinja}"').chat_template == jinja
     found = parse("# a", 'TEMPLATE """{{ .Prompt }}', '{{ .Response }}"""')
-    assert found.template == "{{ .Prompt }}\n{{ .Response }}" and found.chat_template is None
+    assert found.chat_template is None
     (note,) = found.notes
     assert note.line == 3 and note.text.startswith("TEMPLATE has no effect: templates of Go are not read")

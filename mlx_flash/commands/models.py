@@ -203,14 +203,6 @@ def expect(folder: Path, config: FlashConfig, probe: Path | None = None) -> Json
     }
 
 
-def in_words(outcome: Json) -> str:
-    """Return a result of :func:`expect` in words."""
-    if outcome["tokens_per_second"] is None:
-        return f"{outcome['way']}: {outcome['why']}"
-    read = "{read_bytes:size} read for each token" if outcome["read_bytes"] else "in memory"
-    return formatted(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
-
-
 def downloaded() -> Iterator[Json]:
     """Yield the models in the cache of Hugging Face: of each, the revision that was downloaded last."""
     try:
@@ -332,7 +324,11 @@ def _announced(name: str, revision: str | None, args: argparse.Namespace, config
             outcome = expect(path, config, probe)
         nbytes = missing_bytes(name, revision)
     room = f"{size(nbytes)} to download, {size(free_bytes(cache))} free in {cache}"
-    note(f"{name}: {in_words(outcome)}; {room}")
+    how = f"{outcome['way']}: {outcome['why']}"
+    if outcome["tokens_per_second"] is not None:
+        read = "{read_bytes:size} read for each token" if outcome["read_bytes"] else "in memory"
+        how = formatted(f"within {{budget_bytes:size}}: {read}, about {{tokens_per_second:speed}}", outcome)
+    note(f"{name}: {how}; {room}")
     if sys.stderr.isatty() and not args.quiet:
         enable_progress_bars()
     return outcome, nbytes

@@ -207,7 +207,6 @@ def _path(name: str) -> Path:
 
 
 _WORDS = "\n(stopping after the pass under way; Ctrl-C again ends the program)\n"
-_STDERR = 2
 _SEED_BITS = 63
 
 
@@ -224,7 +223,7 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         if pressed:
             raise KeyboardInterrupt
         pressed.append(number)
-        os.write(_STDERR, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
+        os.write(2, _WORDS.encode())  # not print(), which fails in a handler that interrupts a print()
 
     with handling((signal.SIGINT,), handle):
         yield lambda: bool(pressed)
@@ -419,11 +418,6 @@ COMPLETIONS = (
 )
 
 
-def _words(text: str) -> tuple[str, str]:
-    first, _, rest = text.strip().partition(" ")
-    return first, rest.strip()
-
-
 HINT = "/? shows the commands, Ctrl-C stops an answer, Ctrl-D ends"
 AGAIN = "(Ctrl-C again, Ctrl-D or /bye ends)"
 
@@ -518,7 +512,7 @@ class Talk:
         elif name in WITH_NAMES:
             self._take(name, rest.strip())
         elif name == "/set":
-            self._set(*_words(rest))
+            self._set(rest)
         elif name == "/show":
             print_rich(labelled(self._shown()), sys.stderr)
         else:
@@ -539,9 +533,10 @@ class Talk:
             conversation.resume(kept(what)[1])
             note(f"{len(conversation.messages)} messages; the next answer goes on from there")
 
-    def _set(self, what: str, rest: str) -> None:
+    def _set(self, words: str) -> None:
+        what, _, rest = words.strip().partition(" ")
         if what == "parameter":
-            self._set_parameter(*_words(rest))
+            self._set_parameter(rest)
         elif what == "system":
             self._conversation.set_system(rest.strip().strip('"') or None)
         elif what in ("verbose", "quiet", "normal"):
@@ -549,9 +544,10 @@ class Talk:
         else:
             raise ConfigError(f"/set {what}: it must be one of {', '.join(SETTINGS)}{did_you_mean(what, SETTINGS)}")
 
-    def _set_parameter(self, name: str, text: str) -> None:
+    def _set_parameter(self, words: str) -> None:
         """Change a parameter of the Modelfile for the next answers."""
-        described = self._conversation.modelfile
+        (name, _, text), described = words.strip().partition(" "), self._conversation.modelfile
+        text = text.strip()
         if name == "stop":
             self._conversation.modelfile = replace(described, stop=(parse_stop(text.strip('"')),))
             return

@@ -92,7 +92,7 @@ def test_bounds_of_every_field() -> None:
 
 
 def test_budget_in_bytes() -> None:
-    for budget, nbytes in ((None, "balanced"), *zip(WORDS, WORDS, strict=True), (2, 2 * 10**9), (0.25, 250_000_000)):
+    for budget, nbytes in ((None, "balanced"), *zip(WORDS, WORDS, strict=True), (2, 2 * 10**9), ("0.25", 250_000_000)):
         assert FlashConfig(ram_budget_gb=budget).budget_bytes == nbytes
     for megabytes in (1001, 1003, 2003, 4007):  # whose floats are not exact
         assert FlashConfig(ram_budget_gb=float(f"{megabytes / 1000:.3f}")).budget_bytes == megabytes * 1_000_000

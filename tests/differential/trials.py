@@ -198,31 +198,34 @@ class Trial:
         self.counts["right"] += 1
         return self.counts
 
-    def finish(self, is_complete: bool = True) -> None:
-        """Check what every event leaves: the output up to now, the model, and the cache, which is used in some way."""
+    def finish(self, is_complete: bool = True, lengths: Sequence[int] = ()) -> None:
+        """Check what every event leaves: the output up to now, the model, and the cache, which is used in some way.
+
+        ``lengths`` are those that the cache may have, as for :meth:`check_cache`: it has no reason to refuse then.
+        """
         self.check(is_complete)
         use = self.dice.choice(("goes on", "fresh first", "look", "copy", "save", "trim"))
         if use == "fresh first":
             self.check_fresh()
         try:
-            self._use(use)
+            self._use(use, lengths)
         except CacheError as error:
-            self._refuse(error, can_be_put_back(self.cache))
+            self._refuse(error, bool(lengths) or can_be_put_back(self.cache))
         if use != "fresh first":
             self.check_fresh()
 
-    def _use(self, use: str) -> None:
+    def _use(self, use: str, lengths: Sequence[int]) -> None:
         """Use the cache as callers do, and then continue it."""
         if use == "look":
             self.length()
         elif use == "copy":
-            self.check_cache(copy.deepcopy(self.cache))
+            self.check_cache(copy.deepcopy(self.cache), lengths)
         elif use == "save":
-            self.check_cache(self.saved())
+            self.check_cache(self.saved(), lengths)
         elif use == "trim" and can_trim_prompt_cache(self.cache):
-            self.check_cache(num_trimmed=self.trimmed(self.length()))
+            self.check_cache(lengths=lengths, num_trimmed=self.trimmed(self.length()))
             return
-        self.check_cache()
+        self.check_cache(lengths=lengths)
 
     def length(self) -> int:
         """Return the length of the cache, which all layers have, unless it can only refuse what comes next."""
@@ -422,43 +425,20 @@ def loading(trial: Trial) -> None:
 def stop(trial: Trial) -> None:
     """The caller closes the generator early, and the cache has mlx-lm's length."""
     number = trial.stop_early()
-    trial.check(is_complete=False)
-    trial.check_cache(lengths=[trial.told.at_yield[number - 1]])
-    trial.check_fresh()
-
-
-def trim(trial: Trial) -> None:
-    """The caller drops tokens of the cache."""
-    number = trial.stop_early()
-    trial.check(is_complete=False)
-    num_trimmed = 0
-    if can_trim_prompt_cache(trial.cache):
-        num_trimmed = trial.trimmed(trial.told.at_yield[number - 1])
-    trial.check_cache(lengths=[trial.told.at_yield[number - 1]], num_trimmed=num_trimmed)
+    trial.finish(is_complete=False, lengths=[trial.told.at_yield[number - 1]])
 
 
 def copies(trial: Trial) -> None:
-    """The cache is copied, while its generator is open or after that. Both go on."""
+    """The cache is copied while its generator is open. Both go on."""
     made: Any = trial.run.generator()
     number = trial.dice.randint(1, trial.script.num_tokens)
     trial.run.take(made, number)
-    is_open = trial.dice.random() < 0.5
-    if not is_open:
-        made.close()
     second = copy.deepcopy(trial.cache)
     made.close()
     trial.check(is_complete=False)
     both = [trial.cache, second]
     trial.dice.shuffle(both)
     for cache in both:
-        trial.check_cache(cache, [trial.told.at_yield[number - 1]])
-
-
-def saves(trial: Trial) -> None:
-    """The cache is saved and loaded. Both go on."""
-    number = trial.stop_early()
-    trial.check(is_complete=False)
-    for cache in (trial.saved(), trial.cache):
         trial.check_cache(cache, [trial.told.at_yield[number - 1]])
 
 
@@ -655,9 +635,7 @@ EVENTS: dict[str, Callable[[Trial], None]] = {
     "progress": partial(_callback, "prompt_progress_callback", lambda done, total: None),
     "nested": sampler_calls,
     "stop": stop,
-    "trim": trim,
     "copy": copies,
-    "save": saves,
     "budget": budget,
     "close": closes,
     "thread": thread,

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
@@ -418,19 +418,17 @@ class KVPool(Opaque):
     def note(self) -> KVUsage:
         """Bring :attr:`usage` up to date, and return it."""
         ledger, files = self.ledger(), self.files
-        usage = KVUsage(ledger.now, reserved_bytes=ledger.active)
-        if files.num_layers:
-            files_used = {disk.file for disk in self.on_disk.values() if disk.layout.components}
-            usage = replace(
-                usage,
-                disk_bytes=sum([file.nbytes for file in files_used]),
-                read_bytes=files.read_bytes,
-                written_bytes=files.writer.nbytes,
-                num_offloaded=files.num_layers,
-                wait_seconds=self.ring.wait_seconds,
-            )
-        self.usage = usage
-        return usage
+        disks = self.on_disk.values() if files.num_layers else ()
+        self.usage = KVUsage(
+            memory_bytes=ledger.now,
+            disk_bytes=sum([file.nbytes for file in {disk.file for disk in disks if disk.layout.components}]),
+            reserved_bytes=ledger.active,
+            read_bytes=files.read_bytes,
+            written_bytes=files.writer.nbytes,
+            num_offloaded=files.num_layers,
+            wait_seconds=self.ring.wait_seconds,
+        )
+        return self.usage
 
     def admit(self, adding: Adding, limit: int, way: Way | None = None) -> int:
         """Prepare a call, or several in lockstep: decide which layers are on disk while it runs.

@@ -146,8 +146,9 @@ def test_quantized_caches_are_restored(tmp_path: Path, start: int) -> None:
 def test_calls_of_another_length_are_others(llama: Path) -> None:
     first_run(llama)
     with loaded(llama) as model:
-        assert same(generated(model, prefill_step_size=300), generated(stock(llama), prefill_step_size=300))
-        assert restored(model) == 0
+        for step in (300, 512):  # the pages of the second end where those that are there end
+            assert same(generated(model, prefill_step_size=step), generated(stock(llama), prefill_step_size=step))
+            assert restored(model) == 0
         assert same(generated(model, PROMPT[:600]), generated(stock(llama), PROMPT[:600]))
         assert restored(model) == 2 * STEP
 

@@ -28,7 +28,7 @@ from mlx_flash.server.request import (
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.service import Asking, Body, Many, Needed, Service
+from mlx_flash.server.service import Asking, Body, Many, Needed, Service, ignore
 
 
 class Source(Body):
@@ -159,7 +159,7 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
         for j, block in enumerate(blocks or [Block(type="text", text="")]):
             place = f"messages.{i}.content"
             if message.role == "assistant":
-                _add_answer(found, block, body, f"{place}.{j}.type")
+                _add_answer(found, block, f"{place}.{j}.type")
             elif block.type == "tool_result":
                 parts = _parts(block.content or "", f"{place}.{j}.content")
                 found.add_result(block.tool_use_id, parts, name=found.names.get(block.tool_use_id))
@@ -168,7 +168,7 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
     return found.found
 
 
-def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -> None:
+def _add_answer(found: Messages, block: Block, field: str) -> None:
     """Add a block of the assistant's to a conversation. What only Anthropic's servers make is ignored."""
     if block.type == "tool_use":
         found.add_call(block.id, block.name, block.input or {})
@@ -178,7 +178,7 @@ def _add_answer(found: Messages, block: Block, body: Conversation, field: str) -
         raise RefusedError(f"a message of the assistant has no {block.type} blocks", 400, field)
     else:
         found.add_answer()
-        body.ignore(f"messages.content ({block.type})")
+        ignore(f"messages.content ({block.type})")
 
 
 def _parts(blocks: str | Sequence[Block], field: str, first: int = 0) -> list[dict[str, str]]:
@@ -211,7 +211,7 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
     found = []
     for tool in body.tools or ():
         if tool.input_schema is None:
-            body.ignore(f"tools ({tool.type})")
+            ignore(f"tools ({tool.type})")
         else:
             found.append(function(tool.name, tool.description or "", tool.input_schema))
     return found

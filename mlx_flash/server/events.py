@@ -125,7 +125,7 @@ class Answers:
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, number: int, event: Event) -> None:
-        """Send an event. Never blocks: a client that reads nothing is dropped after a minute."""
+        """Send an event. Never blocks: a client that reads nothing is dropped."""
         self._events.append((number, event))
         if not self._is_told and (not self.is_whole or isinstance(event, End | Failed)):
             self._is_told = True

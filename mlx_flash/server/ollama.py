@@ -132,7 +132,7 @@ def chat(body: ChatRequest) -> Asked:
     messages = Messages()
     for i, message in enumerate(body.messages):
         openai.add_message(messages, message, f"messages.{i}")
-    tools = tool_fields(openai.shown_tools(body.tools, body))
+    tools = tool_fields(openai.shown_tools(body.tools))
     asked = GenerationRequest(model=body.model, messages=messages.found, continues=continues(messages.found), **tools)
     return _asked(body, asked)
 

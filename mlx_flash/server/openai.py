@@ -31,7 +31,7 @@ from mlx_flash.server.request import (
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.service import Asking, Body, Many, Needed, Service
+from mlx_flash.server.service import Asking, Body, Many, Needed, Service, ignore
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""
@@ -414,7 +414,7 @@ def chat(body: ChatRequest) -> Asked:
     asked = GenerationRequest(
         model=body.model,
         messages=messages.found,
-        **chosen_tools(body.tool_choice, shown_tools(body.tools, body), {}),
+        **chosen_tools(body.tool_choice, shown_tools(body.tools), {}),
         template_options=_template_options(body),
         sampling=sampling_of(body),
         num_choices=body.n or 1,
@@ -428,7 +428,7 @@ def chat(body: ChatRequest) -> Asked:
     return Asked([asked], Chunks(body, asked.num_choices), streams=bool(body.stream))
 
 
-def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]]:
+def shown_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """Return the functions of a request as chat templates take them. A tool that this server cannot run is ignored."""
     found = []
     for tool in tools or ():
@@ -436,7 +436,7 @@ def shown_tools(tools: Sequence[Tool] | None, body: Body) -> list[dict[str, Any]
             given = tool.function
             found.append(function(given.name, given.description, given.parameters))
         else:
-            body.ignore(f"tools ({tool.type})")
+            ignore(f"tools ({tool.type})")
     return found
 
 

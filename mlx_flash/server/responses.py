@@ -15,7 +15,7 @@ from mlx_flash.server import openai
 from mlx_flash.server.events import End, Event, Piece, ToolCall
 from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import TEXT, GenerationRequest, Messages, function, text_function, thinking_options
-from mlx_flash.server.service import Asking, Body, Many, Needed
+from mlx_flash.server.service import Asking, Body, Many, Needed, ignore
 
 MAX_KEPT_BYTES = 64 << 20
 """The most bytes of all that is kept, as JSON. The least recently used leaves first."""
@@ -312,7 +312,7 @@ def respond(kept: KeptResponses, body: ResponseRequest) -> Asked:
         if body.store is not False:
             conversation = Messages(messages)
             for i, item in enumerate(items):
-                _add(conversation, InputItem.model_validate(item), f"output.{i}", body, kept)
+                _add(conversation, InputItem.model_validate(item), f"output.{i}", kept)
                 kept.keep(item["id"], item)
             kept.keep(head["id"], conversation)
 
@@ -355,7 +355,7 @@ def functions_of(body: ResponseRequest) -> Functions:
             if each.type in ("function", "custom"):
                 found[flat_name(namespace, each.name or "")] = namespace, each
             else:
-                body.ignore(f"tools ({each.type})")
+                ignore(f"tools ({each.type})")
     return found
 
 
@@ -365,13 +365,13 @@ def _messages(body: ResponseRequest, kept: KeptResponses) -> Messages:
     messages = Messages(None if last is None else kept.find(last, Messages, "previous_response_id"))
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for number, item in enumerate(items):
-        _add(messages, item, f"input.{number}", body, kept)
+        _add(messages, item, f"input.{number}", kept)
     if not messages.found:
         raise RefusedError("input has no messages.", 400, "input")
     return messages
 
 
-def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest, kept: KeptResponses) -> None:
+def _add(messages: Messages, item: InputItem, field: str, kept: KeptResponses) -> None:
     """Add an item to a conversation. What the model wrote in one answer is one message, as templates want it."""
     if item.type == "item_reference":
         item = InputItem.model_validate(kept.find(item.id or "", dict, f"{field}.id"))
@@ -393,4 +393,4 @@ def _add(messages: Messages, item: InputItem, field: str, body: ResponseRequest,
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         messages.add_result(item.call_id, openai.parts_in(item.output, f"{field}.output"))
     elif item.type != "additional_tools":
-        body.ignore(f"input ({item.type})")
+        ignore(f"input ({item.type})")

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -32,7 +32,7 @@ MAX_HELD_BYTES = 64 << 20
 MAX_TEXT_CHARACTERS = 4_000_000
 """The most text of a request, about a million tokens. The tokenizer works through it before its length is known."""
 
-MAX_IGNORED_NAMES = 256
+MAX_IGNORED = 256
 """The most names of fields without effect that the log gets."""
 
 MAX_BODY_BYTES = 32 << 20
@@ -44,9 +44,6 @@ MAX_MARKS = 1_000_000
 MAX_ERRORS = 1000
 """The most wrong fields of a request that are described: a million descriptions take a GB."""
 
-MAX_IGNORED = 32
-"""The most names of fields without effect that are listed for a request."""
-
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.:()/ -]{1,100}")
 """Names that the log shows as they are; the others are a client's own words."""
 
@@ -56,6 +53,18 @@ CHANGING = re.compile(
 )
 """Fields that would change the answer unseen where a dialect has none of this name: texts, pictures, and forms of
 answers, as other servers take them."""
+
+IGNORED: set[str] = set()
+"""Fields without effect that the log has."""
+
+
+def ignore(name: str) -> None:
+    """Log a part of a request that has no effect, such as ``messages.cache_control``, the first time."""
+    shown = name if _PRINTABLE.fullmatch(name) else "?"
+    if shown not in IGNORED and len(IGNORED) < MAX_IGNORED:
+        IGNORED.add(shown)
+        log.info("%s of a request has no effect here", shown)
+
 
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
@@ -68,13 +77,12 @@ Needed = Mapping[str | None, Sequence[str]]
 class Body(BaseModel):
     """A request of a client. Types are not converted.
 
-    Unknown fields are ignored and listed, except those of :data:`CHANGING`.
+    Unknown fields are ignored and logged, except those of :data:`CHANGING`.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
     needed: ClassVar[Needed] = {}
     """Fields that one of a type has, by its ``type``."""
-    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Body:
@@ -83,16 +91,6 @@ class Body(BaseModel):
             if name not in self.model_fields_set or getattr(self, name) is None:
                 raise ValueError(f"one {'without a type' if kind is None else f'of type {kind}'} has {name}")
         return self
-
-    @property
-    def ignored(self) -> list[str]:
-        """Names of fields that have no effect, such as ``messages.cache_control``; each is there once."""
-        return list(self._ignored)
-
-    def ignore(self, name: str) -> None:
-        """List a part of the request that has no effect."""
-        if len(self._ignored) < MAX_IGNORED:
-            self._ignored[name if _PRINTABLE.fullmatch(name) else "?"] = None
 
 
 class Asking(Body):
@@ -137,7 +135,7 @@ def parse(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
-    """Return a JSON object as a request of some kind, which lists the fields that have no effect."""
+    """Return a JSON object as a request of some kind, and log the fields that have no effect."""
     try:
         found = kind.model_validate(value)
     except ValidationError as error:
@@ -151,7 +149,7 @@ def checked(value: dict[str, Any], kind: type[Checked]) -> Checked:
     for name, given in _without_effect(value, found):
         if given and (given is True or given != 1) and CHANGING.fullmatch(name):
             raise RefusedError(f"{name}: this field is not known or not supported", 400, name)
-        found.ignore(name)
+        ignore(name)
     return found
 
 
@@ -190,7 +188,6 @@ class Service:
     def __init__(self, room: EngineRoom) -> None:
         self.room, self.catalog = room, room.catalog
         self.num_requests = 0
-        self.ignored: set[str] = set()  # fields without effect that the log has
         self._num_bytes = 0
 
     def submit(self, *requests: GenerationRequest) -> Answers:
@@ -214,10 +211,8 @@ class Service:
                 with self._one_more() as count:
                     body = await read_body(request, kind, count)
                     if isinstance(body, Asking):
-                        body.model = await self._known(body.model)
-                    response = await answer(self, request, body)
-                    self._note_ignored(request.url.path, body.ignored)
-                    return response
+                        body.model = await asyncio.to_thread(self.catalog.known, body.model)
+                    return await answer(self, request, body)
             except FlashError as error:
                 found = error if isinstance(error, RefusedError) else RefusedError(str(error), 400)
                 return error_reply(request.url.path, found)
@@ -234,18 +229,6 @@ class Service:
             return await reply(request, self.submit(*asked.requests), asked.writer, streams=asked.streams)
 
         return self.post(path, kind, answer)
-
-    async def _known(self, name: str) -> str:
-        if self.catalog.is_given(name):  # most requests: no other thread looks for folders
-            return name
-        return await asyncio.to_thread(self.catalog.known, name)
-
-    def _note_ignored(self, path: str, names: list[str]) -> None:
-        """Log fields without effect, each the first time."""
-        for name in names:
-            if name not in self.ignored and len(self.ignored) < MAX_IGNORED_NAMES:
-                self.ignored.add(name)
-                log.info("%s: %s has no effect here", path, name)
 
     @contextmanager
     def _one_more(self) -> Iterator[Callable[[int], None]]:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,72 +25,40 @@ from mlx_flash.server.service import Service
 MAX_CONNECTIONS = 512
 """The most open connections."""
 
-REQUEST_SECONDS = 30.0
-"""The longest time from a connection, or the first byte of another request, to the end of the request's body."""
-
-SEND_SECONDS = 60.0
-"""The longest time that a client may leave what was sent to it unread."""
+CLIENT_SECONDS = 30.0
+"""The least time that a client has for the rest of a request, or to read some of its reply. The longest is twice it."""
 
 
 class Connection(H11Protocol):
     """A connection that ends when its request is late, when its client reads nothing, or when there are too many."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # of a request that is read, and of a reply that is not
+    _num_pauses = 0  # how often its client had left too much unread
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
-        else:
-            self._limit("request", REQUEST_SECONDS)
-
-    def data_received(self, data: bytes) -> None:
-        """Read on. Another request on the same connection has a deadline of its own."""
-        if self._is_reading:
-            self._limit("request", REQUEST_SECONDS)
-        super().data_received(data)
-
-    def on_response_complete(self) -> None:
-        """End the deadline of the request that was answered. The next one may have come, in part, before."""
-        self._unlimit("request")
-        super().on_response_complete()
-        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete:
-            self._limit("request", REQUEST_SECONDS)
+        self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for what in [*self._timers]:
-            self._unlimit(what)
+        self._timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._limit("reply", SEND_SECONDS)
+        self._num_pauses += 1
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._unlimit("reply")
-
-    @property
-    def _is_reading(self) -> bool:
-        """True while a request is not complete."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-
-    def _limit(self, what: str, seconds: float) -> None:
-        """End the connection after a time, unless what it waits for comes before."""
-        if what not in self._timers:
-            self._timers[what] = self.loop.call_later(seconds, self._end_if_late, what)
-
-    def _unlimit(self, what: str) -> None:
-        if (timer := self._timers.pop(what, None)) is not None:
-            timer.cancel()
-
-    def _end_if_late(self, what: str) -> None:
-        del self._timers[what]
-        if what == "reply" or self._is_reading:
+    def _look(self, before: object = None) -> None:
+        """End the connection if it still waits for what it waited for when it was looked at before."""
+        cycle, awaited = self.cycle, None
+        if self.flow.write_paused:
+            awaited = ("reply", self._num_pauses)
+        elif cycle is None or cycle.response_complete or cycle.more_body:  # a request's head, or its body
+            awaited = (cycle, cycle is None or cycle.response_complete)
+        if awaited is not None and awaited == before:
             self.transport.abort()
+        self._timer = self.loop.call_later(CLIENT_SECONDS, self._look, awaited)
 
 
 DRAIN_SECONDS = 8.0

@@ -18,7 +18,7 @@ from mlx_flash.server import responses
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.request import Defaults, Messages
 from mlx_flash.server.responses import ResponseRequest
-from mlx_flash.server.service import checked
+from mlx_flash.server.service import IGNORED, checked
 from scripted import make_scripted_model, saying
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -29,10 +29,10 @@ SCHEMA = {"type": "object", "properties": {}}
 
 def post(server: Live, path: str, body: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return a reply, and the fields that had no effect, as the log has them."""
-    server.service.ignored.clear()
+    IGNORED.clear()
     status, reply = server.post(path, body)
     assert status == 200, reply
-    return reply, sorted(server.service.ignored)
+    return reply, sorted(IGNORED)
 
 
 FUNCTION = {"type": "function", "function": TOOL}

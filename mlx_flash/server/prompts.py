@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import jinja2
@@ -45,25 +45,21 @@ _PIECE_SHARE = 0.9
 class Prompt:
     """A prompt."""
 
-    tokens: list[int]  # all of it
-    segments: list[list[int]]  # the same in parts, whose ends are worth keeping: system prompt, conversation, rest
-    kinds: list[str]  # of the segments: ``"system"``, ``"user"``, ``"assistant"``
-    state: str = "normal"  # in which it leaves the text, such as ``"normal"``
+    tokens: list[int]
+    state: str = "normal"  # in which it leaves the text
+    ends: Mapping[str, int] = field(default_factory=dict)  # worth keeping: of the parts ``"system"`` and ``"user"``
 
     def after(self, num_cached: int) -> list[list[int]]:
-        """Return the segments without the first tokens, which a kept cache has."""
-        segments, left = list(self.segments), num_cached
-        while left >= len(segments[0]):
-            left -= len(segments.pop(0))
-        return [segments[0][left:], *segments[1:]]
+        """Return the parts without the first tokens, which a kept cache has."""
+        cuts = [num_cached, *(end for end in self.ends.values() if num_cached < end), len(self.tokens)]
+        return [self.tokens[start:stop] for start, stop in pairwise(cuts)]
 
     def kind_at(self, num_tokens: int) -> str:
-        """Return the kind of the segment that the last of the first tokens belongs to."""
-        ends = accumulate(map(len, self.segments))
-        return next(kind for end, kind in zip(ends, self.kinds, strict=True) if num_tokens <= end)
+        """Return the kind of the part that the last of the first tokens belongs to."""
+        return next((kind for kind, end in self.ends.items() if num_tokens <= end), "assistant")
 
 
-NO_PROMPT = Prompt([], [], [])
+NO_PROMPT = Prompt([])
 """The prompt of a request whose model is not in memory yet, or that has no prompt."""
 
 
@@ -109,11 +105,11 @@ def _text_of(message: Mapping[str, Any]) -> str:
 def make_prompt(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any], vocab_size: int) -> Prompt:
     """Return the prompt of a request."""
     if request.messages is None:
-        found = _of_text(request, tokenizer)
+        found = Prompt(list(tokenizer.encode(request.prompt) if request.tokens is None else request.tokens))
     elif tokenizer.has_chat_template:
         found = _of_messages(request, tokenizer, options)
     else:
-        found = whole(list(tokenizer.encode(_plain_chat(request.messages))))
+        found = Prompt(list(tokenizer.encode(_plain_chat(request.messages))))
     check_tokens(found.tokens, vocab_size, request)
     return found
 
@@ -126,17 +122,6 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, request: GenerationRequ
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise RefusedError(f"the prompt has token {wrong}: the model has {vocab_size}.", 400, field)
-
-
-def whole(tokens: list[int], state: str = "normal") -> Prompt:
-    """Return a prompt in one part, with no end that is worth keeping."""
-    return Prompt(tokens, [tokens], ["assistant"], state)
-
-
-def _of_text(request: GenerationRequest, tokenizer: Any) -> Prompt:
-    if request.tokens is not None:
-        return whole(list(request.tokens))
-    return whole(list(tokenizer.encode(request.prompt)))
 
 
 def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[str, Any]) -> Prompt:
@@ -159,20 +144,21 @@ def _of_messages(request: GenerationRequest, tokenizer: Any, options: Mapping[st
             raise RefusedError(f"the model's chat template refuses the messages: {error}", 400, "messages") from error
     state = state_of(tokenizer, tokens)
     if messages[-1].get("role") not in ("user", "tool"):
-        return Prompt(tokens, [tokens], ["assistant"], state)
+        return Prompt(tokens, state)
     num_system = next(i for i, message in enumerate(messages) if message["role"] != "system")
-    system_end = 0
+    system_end, ends = 0, dict[str, int]()
     if num_system:
         opening = render([*messages[:num_system], {"role": "user", "content": ""}], generates=False)
         common = num_common(opening, tokens)
-        system_end = common if common < min(len(opening), len(tokens)) else 0
+        if 0 < common < min(len(opening), len(tokens)):
+            system_end = ends["system"] = common
     tail = len(tokens)
     if tokenizer.has_thinking:
         begins = tokenizer.rfind_think_start(tokens, start=tail - _THINKING_TAIL)
         tail = begins if begins >= 0 else tail
-    borders = [(0, system_end, "system"), (system_end, tail, "user"), (max(tail, system_end), len(tokens), "assistant")]
-    parts = [(tokens[start:stop], kind) for start, stop, kind in borders if start < stop]
-    return Prompt(tokens, [part for part, _ in parts], [kind for _, kind in parts], state)
+    if system_end < tail < len(tokens):
+        ends["user"] = tail
+    return Prompt(tokens, state, ends)
 
 
 def folded(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_flash.compat.vlm import TEMPLATE_ARGUMENTS, make_vlm_cache
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import BudgetError, PictureError, RefusedError
-from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of, whole
+from mlx_flash.server.prompts import Prompt, check_tokens, checked_options, state_of
 from mlx_flash.server.request import GenerationRequest, decoded
 from mlx_flash.vision.flashvlm import FlashVLM, load_processor_of, load_vlm_model
 from mlx_flash.vision.pictures import (
@@ -73,7 +73,7 @@ class Sight:
                 )
         tokens = found.tokens
         check_tokens(tokens, vocab_size, request)
-        return whole(tokens, state_of(self._tokenizer, tokens))
+        return Prompt(tokens, state_of(self._tokenizer, tokens))
 
     def inputs(self, request: GenerationRequest, options: Mapping[str, Any]) -> PicturePrompt:
         """Return what the model is called with for a request. Its pictures are decoded for it."""

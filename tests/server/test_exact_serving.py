@@ -62,8 +62,7 @@ def test_a_request_that_fails_leaves_the_others_alone(
     def with_a_wrong_token(request: Any, *rest: Any) -> Any:
         prompt = make_prompt(request, *rest)
         if request.messages[-1]["content"] == "wrong":
-            segments, kinds = [*prompt.segments, [10**6]], [*prompt.kinds, "assistant"]
-            return replace(prompt, tokens=[*prompt.tokens, 10**6], segments=segments, kinds=kinds)
+            return replace(prompt, tokens=[*prompt.tokens, 10**6])
         return prompt
 
     monkeypatch.setattr(loaded, "make_prompt", with_a_wrong_token)

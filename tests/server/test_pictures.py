@@ -50,8 +50,6 @@ def test_pictures_leave_messages_and_their_places_stay() -> None:
         ("data:image/png,abc", r"is a data URL, data:image/TYPE;base64,"),
         ("data:text/plain;base64,aGk=", r"is a data URL, data:image/TYPE;base64,"),
         ("data:image/png;base64,a*b", r"is not base64"),
-        ("data:image/png;base64,aGk=", r"is no PNG, JPEG, WebP, GIF, BMP or TIFF file"),
-        (f"data:image/png;base64,{base64.b64encode(b'<svg/>').decode()}", r"is no PNG"),
     ],
 )
 def test_what_is_no_picture_or_elsewhere_is_refused(source: str, words: str) -> None:
@@ -71,7 +69,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         with_pictures(asked(URL, URL, "data:broken"))
     assert (found.value.status, found.value.field) == (413, "field.1")
     monkeypatch.setattr(requests, "MAX_PICTURE_BYTES", 9)
-    with pytest.raises(RefusedError, match="the picture has 12 bytes, 9 are allowed"):
+    with pytest.raises(RefusedError, match="12 bytes up to this one, 9 are allowed"):
         with_pictures(asked(URL))
 
 
@@ -91,7 +89,7 @@ def test_pictures_are_no_text_of_a_body(blind: Live) -> None:
     data = "QUJD" * 1_200_000
     for path, body in bodies(data).items():
         status, reply = blind.post(path, body)
-        assert status == 400 and "is no PNG" in str(reply)
+        assert status == 400 and "takes no pictures here" in str(reply)
     for wrong in ({"prompt": data}, {"messages": [{"role": "user", "content": data}]}):
         status, reply = blind.post("/v1/completions" if "prompt" in wrong else CHAT, wrong)
         assert status == 413 and "characters of text" in str(reply)

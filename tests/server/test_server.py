@@ -409,10 +409,10 @@ def test_all_texts_of_a_chat_together_are_counted_in_pieces(kind: str, monkeypat
 
 def test_a_kept_cache_has_the_kind_of_the_segment_that_it_ends_in() -> None:
     """Also where a pass ends several segments, or a prompt that is begun again ends one once more."""
-    prompt = prompts.Prompt([*range(9)], [[0, 1], [2, 3, 4, 5], [6, 7, 8]], ["system", "user", "assistant"])
+    prompt = prompts.Prompt([*range(9)], "normal", {"system": 2, "user": 6})
     kinds = [prompt.kind_at(number) for number in (2, 3, 6, 8)]
     assert kinds == ["system", "user", "user", "assistant"]
-    assert prompt.after(3) == [[3, 4, 5], [6, 7, 8]]
+    assert prompt.after(3) == [[3, 4, 5], [6, 7, 8]] and prompt.after(6) == [[6, 7, 8]]
 
 
 def test_a_text_that_is_too_long_is_counted_in_pieces(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

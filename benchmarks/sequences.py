@@ -35,8 +35,7 @@ from rich.table import Table
 import mlx_flash
 from mlx_flash import FlashConfig, FlashLLM
 from mlx_flash.loading import load_model
-from mlx_flash.server.batch import BatchOptions, ServedBatch
-from mlx_flash.server.sampling import greedy
+from mlx_flash.server.batch import BatchOptions, ServedBatch, greedy
 
 Prompts = list[list[int]]
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.files import read_regular
 from mlx_flash.logs import log
-from mlx_flash.server.replies import error_reply
+from mlx_flash.server.service import error_reply
 
 API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
 

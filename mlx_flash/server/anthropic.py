@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import Begun, End, Event, Piece, ToolCall
-from mlx_flash.server.replies import Asked, Whole, Writer, collect, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -28,7 +27,7 @@ from mlx_flash.server.request import (
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.service import Asking, Body, Many, Needed, Service, ignore
+from mlx_flash.server.service import Asked, Asking, Body, Many, Needed, Service, Whole, Writer, collect, ignore, sent
 
 
 class Source(Body):

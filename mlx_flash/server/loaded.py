@@ -25,14 +25,22 @@ from mlx_flash.kv.kvpool import PooledCache
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import Decision, ResidencyPlan, alone_bytes, decide, together_bytes
-from mlx_flash.server.batch import BatchOptions, Job, Kept, ServedBatch, ends_alone, refusal_of
+from mlx_flash.server.batch import (
+    BatchOptions,
+    Job,
+    Kept,
+    ServedBatch,
+    ends_alone,
+    processors_of,
+    refusal_of,
+    sampler_of,
+)
 from mlx_flash.server.catalog import Source
 from mlx_flash.server.events import Begun, Piece, Progress, Reason, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammar import Grammars
 from mlx_flash.server.prompts import Prompt, least_tokens, make_prompt, num_common
 from mlx_flash.server.ranks import Ranks
 from mlx_flash.server.request import GenerationRequest
-from mlx_flash.server.sampling import processors_of, sampler_of
 from mlx_flash.server.text import TextStream, complete
 
 if TYPE_CHECKING:  # an extra

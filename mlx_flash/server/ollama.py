@@ -31,7 +31,6 @@ from mlx_flash.server.catalog import LATEST, Source
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.loaded import LoadedModel
-from mlx_flash.server.replies import Asked, Whole, Writer, collect, error_body, line
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -43,7 +42,7 @@ from mlx_flash.server.request import (
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.service import Asking, Body, Many, Service
+from mlx_flash.server.service import Asked, Asking, Body, Many, Service, Whole, Writer, collect, error_body, line
 from mlx_flash.vision.detect import is_installed, loads_with_vlm
 
 

@@ -21,7 +21,6 @@ from mlx_flash import __version__
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.events import End, Event, Piece, Progress, TokenChance, TokenDetail, ToolCall
 from mlx_flash.server.grammar import json_grammar
-from mlx_flash.server.replies import Asked, Whole, Writer, collect, sent
 from mlx_flash.server.request import (
     GenerationRequest,
     Messages,
@@ -31,7 +30,7 @@ from mlx_flash.server.request import (
     thinking_options,
     tool_fields,
 )
-from mlx_flash.server.service import Asking, Body, Many, Needed, Service, ignore
+from mlx_flash.server.service import Asked, Asking, Body, Many, Needed, Service, Whole, Writer, collect, ignore, sent
 
 MAX_CHOICES = 16
 """The most answers to one prompt."""

@@ -13,9 +13,8 @@ from pydantic import Field
 from mlx_flash.errors import RefusedError
 from mlx_flash.server import openai
 from mlx_flash.server.events import End, Event, Piece, ToolCall
-from mlx_flash.server.replies import Asked, Whole, Writer, sent
 from mlx_flash.server.request import TEXT, GenerationRequest, Messages, function, text_function, thinking_options
-from mlx_flash.server.service import Asking, Body, Many, Needed, ignore
+from mlx_flash.server.service import Asked, Asking, Body, Many, Needed, Whole, Writer, ignore, sent
 
 MAX_KEPT_BYTES = 64 << 20
 """The most bytes of all that is kept, as JSON. The least recently used leaves first."""

@@ -10,8 +10,7 @@ import pytest
 
 import children
 from mlx_flash.errors import CompilerError
-from mlx_flash.server.batch import refusal_of
-from mlx_flash.server.sampling import SeededSampler
+from mlx_flash.server.batch import SeededSampler, refusal_of
 from models import WIDE_LLAMA, save
 
 FAKE = """#!/bin/sh

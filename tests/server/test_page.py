@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from live import Live, live
-from mlx_flash.server import app as page_module
+from mlx_flash.server import serving as page_module
 from mlx_flash.server.access import Access, plain_key
 from scripted import make_scripted_model, saying
 

@@ -15,7 +15,7 @@ import pytest
 from dialects import text_of
 from live import TIMEOUT, Live
 from mlx_flash.errors import RefusedError
-from mlx_flash.server import anthropic, loaded, replies
+from mlx_flash.server import anthropic, loaded, service
 from mlx_flash.server.events import Answers, Failed, Piece
 from scripted import saying
 
@@ -97,7 +97,7 @@ def stalling(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float, *, fail
 
 
 def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
+    monkeypatch.setattr(service, "BEAT_SECONDS", BEAT_SECONDS)
     with saying("The sea is blue. " * 3), monkeypatch.context() as patch:  # which ends before what it was made in
         stock, calls = loaded.sampler_of, iter(range(1000))
 
@@ -126,7 +126,7 @@ def test_an_event_comes_in_time(server: Live, monkeypatch: pytest.MonkeyPatch) -
 
 def test_claude_code_has_more_than_pings(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up after a time without other events, before and after the beginning of a message."""
-    monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
+    monkeypatch.setattr(service, "BEAT_SECONDS", BEAT_SECONDS)
     monkeypatch.setattr(anthropic, "NUM_PINGS", 3)
     with saying("The sea is blue."), monkeypatch.context() as patch:
         stalling(patch, "make_prompt", STALL_SECONDS)
@@ -146,7 +146,7 @@ def test_claude_code_has_more_than_pings(server: Live, monkeypatch: pytest.Monke
 
 
 def test_a_late_refusal_is_part_of_the_stream(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "BEAT_SECONDS", BEAT_SECONDS)
+    monkeypatch.setattr(service, "BEAT_SECONDS", BEAT_SECONDS)
     stalling(monkeypatch, "make_prompt", 5 * BEAT_SECONDS, fails=True)
     for path, found in at_once(server).items():
         assert "the prompt is bad" in json.dumps(found[-1]), path

@@ -22,12 +22,11 @@ from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, s
 from mlx_flash.vision.detect import check_installed
 
 try:
-    from mlx_flash.server.access import make_access
     from mlx_flash.server.batch import BatchOptions
     from mlx_flash.server.catalog import Catalog, Source, source_of
     from mlx_flash.server.request import Defaults
     from mlx_flash.server.room import EngineRoom
-    from mlx_flash.server.serving import Server, take_port
+    from mlx_flash.server.serving import Server, make_access, take_port
 except ModuleNotFoundError as error:
     raise CompatibilityError(
         f"the server needs the package {error.name}. Hint: in a checkout of mlx-flash, pip install '.[server]'."

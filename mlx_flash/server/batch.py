@@ -167,15 +167,14 @@ class Loop:
 
     steps: Callable[..., Iterator[Any]]  # the loop. It takes the prompt, and the options of mlx-lm's
     make_cache: Callable[[], list[Any]]  # makes the prompt cache of a request
-    keeps_caches: bool = True  # hand out caches at the end of requests
 
 
 def _loop(model: FlashLLM, draft: Any, options: BatchOptions, sight: Sight | None) -> Loop | None:
     """Return the loop that answers requests one after another; None where they are computed together."""
     quantized: dict[str, Any] = {"kv_bits": options.kv_bits, "kv_group_size": options.kv_group_size}
     quantized |= {"quantized_kv_start": options.quantized_kv_start}
-    if sight is not None:  # the same tokens may stand for other pictures, so caches are not kept
-        return Loop(partial(sight.steps, **quantized), sight.make_cache, keeps_caches=False)
+    if sight is not None:
+        return Loop(partial(sight.steps, **quantized), sight.make_cache)
     if draft is not None:
         drafted = {"model": model, "draft_model": draft}
         if options.num_draft_tokens is not None:
@@ -202,7 +201,7 @@ class LoneRequest:
         on_prompt: Callable[[int, int, int], None],
     ) -> None:
         self.uids, self.num_restored, self._on_prompt = [asked.uid], 0, on_prompt
-        self._loop, self._cache, self._tokens, self._fail = loop, asked.cache, list(asked.tokens), fail
+        self._cache, self._tokens, self._fail = asked.cache, list(asked.tokens), fail
         self._prompt = [token for segment in asked.segments for token in segment]
         self._matcher = asked.stop_sequences.matcher()
         self._num_left, self._progress = asked.max_tokens, list[Any]()
@@ -235,14 +234,12 @@ class LoneRequest:
         if self._steps is None or self.uids[0] not in uids:
             return {}
         self._steps.close()
-        cache = self._cache if self._loop.keeps_caches else []
-        offsets = {getattr(entry, "offset", None) for entry in cache}
+        offsets = {getattr(entry, "offset", None) for entry in self._cache}
         num_tokens, tokens = offsets.pop() if len(offsets) == 1 else None, [*self._tokens, *self._prompt]
         is_known = num_tokens is not None and num_tokens <= len(tokens)
-        return {self.uids[0]: (cache, tokens[:num_tokens] if is_known else [])}
+        return {self.uids[0]: (self._cache, tokens[:num_tokens] if is_known else [])}
 
     def remove(self, uids: Iterable[int]) -> None:
-        """Let go of it."""
         if self.uids[0] in uids:
             self._steps = None
 

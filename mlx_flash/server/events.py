@@ -139,7 +139,6 @@ class Answers:
             self._waiting.set_result(None)
 
     async def wait(self) -> None:
-        """Wait to be woken."""
         self._waiting = self._loop.create_future()
         await self._waiting
 
@@ -165,7 +164,6 @@ class Answers:
         return self._numbers.index(number), event
 
     async def next(self) -> tuple[int, Event]:
-        """Return the next event, and the place of its answer among all."""
         while (found := self.take()) is None:
             await self.wait()
         return found

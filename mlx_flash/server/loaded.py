@@ -120,7 +120,6 @@ class OwnCache:
         return 0
 
     def keep(self, prompt_cache: list[Any], tokens: list[int], kind: str = "assistant") -> None:
-        """Keep the cache."""
         self._cache, self.tokens = (prompt_cache, tokens) if tokens else ([], [])
 
     def longest(self, tokens: list[int]) -> tuple[list[Any] | None, int]:
@@ -445,9 +444,9 @@ class LoadedModel:
         self._end(job, reason, kept)
 
     def _end(self, job: Job, reason: Reason, kept: Kept | None) -> None:
-        """End an answer, and keep its cache. Prompts that were read do not come again."""
+        """End an answer, and keep its cache: not of a prompt that was read, nor of tokens that stand for pictures."""
         self.jobs.pop(job.number, None)
-        if kept is not None and job.reading is None:
+        if kept is not None and job.reading is None and self._sight is None:
             self.kept.keep(*kept)
         del kept
         job.end(reason)

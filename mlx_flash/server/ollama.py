@@ -51,11 +51,6 @@ def time_text(when: datetime) -> str:
     return when.isoformat().replace("+00:00", "Z")
 
 
-def tagged(name: str) -> str:
-    """Return a name as Ollama lists it: with a tag."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
 class Options(openai.SamplingOptions):
     """Settings of an answer. Others have no effect, as with Ollama; of resources, the server's plan decides."""
 
@@ -320,7 +315,10 @@ def listed(source: Source) -> dict[str, Any]:
     folder = folder_of(source)
     states = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
     modified = max((state.st_mtime for _, state in states), default=float(source.created))
-    config, name = _json(folder / "config.json"), tagged(source.name)
+    config = read_json_object(folder / "config.json", _MOST_BYTES)
+    name = (
+        source.name if ":" in source.name.rpartition("/")[2] else source.name + LATEST
+    )  # with a tag, as Ollama has it
     family = str(config.get("model_type", ""))
     quantization = config.get("quantization") or config.get("quantization_config")
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
@@ -345,7 +343,7 @@ def listed(source: Source) -> dict[str, Any]:
 def shown(source: Source) -> dict[str, Any]:
     """Return the facts about one model."""
     folder = folder_of(source)
-    config = _json(folder / "config.json")
+    config = read_json_object(folder / "config.json", _MOST_BYTES)
     template = str(source.tokenizer_settings.get("chat_template") or _template(folder))
     entry = listed(source)
     family = str(config.get("model_type", ""))
@@ -386,12 +384,8 @@ def _template(folder: Path) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    template = _json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_json_object(folder / "tokenizer_config.json", _MOST_BYTES).get("chat_template")
     return template if isinstance(template, str) else ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_json_object(path, _MOST_BYTES)
 
 
 class NamedRequest(Body):

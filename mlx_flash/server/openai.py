@@ -299,20 +299,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
 
 
-FINGERPRINT = f"mlx-flash-{__version__}"
-
-
-def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the fields that a reply and all parts of its stream begin with."""
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": FINGERPRINT,
-    }
-
-
 class Chunks(Writer):
     """A reply: a whole one, or a stream of chunks, each with a part of one answer. Usage counts each prompt once."""
 
@@ -320,7 +306,13 @@ class Chunks(Writer):
         self._wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._is_chat = isinstance(body, ChatRequest)
         kind = f"chat.completion{'.chunk' if body.stream else ''}" if self._is_chat else "text_completion"
-        self._head = head("chatcmpl" if self._is_chat else "cmpl", kind, body.model)
+        self._head = {  # the reply and all parts of its stream begin with it
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"mlx-flash-{__version__}",
+        }
         self._num_prompts, self._num_calls = num_prompts, [0] * num_answers
         self._ends: dict[int, End] = {}
 
@@ -533,7 +525,8 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> R
         is_text = body.encoding_format == "base64"
         shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": shown})
-    return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": _usage(wholes)})
+    usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(whole.end.num_prompt for whole in wholes))
+    return JSONResponse({"object": "list", "data": data, "model": body.model, "usage": usage})
 
 
 async def read_texts(
@@ -555,8 +548,3 @@ def normalized(whole: Whole, dimensions: int | None = None) -> Vector:
     vector = vector[:dimensions]
     found: Vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return found
-
-
-def _usage(wholes: Sequence[Whole]) -> dict[str, int]:
-    num_tokens = sum(whole.end.num_prompt for whole in wholes)
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

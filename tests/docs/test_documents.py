@@ -17,7 +17,7 @@ import pytest
 from children import ROOT
 from mlx_flash import FlashConfig
 from mlx_flash.commands.arguments import COMMANDS, make_parser, parse_arguments
-from mlx_flash.server.access import OPEN_PATHS
+from mlx_flash.server.serving import OPEN_PATHS
 
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
 OF_TODAY = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "examples" / "pair" / "README.md"]

@@ -20,13 +20,12 @@ import children
 from mlx_flash import FlashConfig
 from mlx_flash.model import FlashLLM
 from mlx_flash.modelfile.parse import read_modelfile
-from mlx_flash.server.access import Access
 from mlx_flash.server.batch import BatchOptions
 from mlx_flash.server.catalog import Catalog, Source, source_of
 from mlx_flash.server.request import Defaults
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.service import Service
-from mlx_flash.server.serving import Server, take_port
+from mlx_flash.server.serving import Access, Server, take_port
 
 if TYPE_CHECKING:  # half a second, of which the workers with other tests need nothing
     import openai

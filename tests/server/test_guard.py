@@ -27,10 +27,8 @@ import fuzzing
 from live import Live, live
 from mlx_flash.config import FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
-from mlx_flash.server import access as access_module
 from mlx_flash.server import ollama, serving
 from mlx_flash.server import service as service_module
-from mlx_flash.server.access import Access, make_access, plain_key
 from mlx_flash.server.anthropic import Conversation, MessagesRequest
 from mlx_flash.server.catalog import Catalog, Source
 from mlx_flash.server.events import Answers, Failed
@@ -39,6 +37,7 @@ from mlx_flash.server.openai import ChatRequest, CompletionRequest
 from mlx_flash.server.request import Defaults
 from mlx_flash.server.responses import ResponseRequest
 from mlx_flash.server.service import MAX_BODY_BYTES, checked, parse
+from mlx_flash.server.serving import Access, make_access, plain_key
 from models import make_random_model
 from scripted import with_template
 from waiting import eventually
@@ -148,7 +147,7 @@ def test_the_right_key(listener: Live) -> None:
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(access_module.hmac, "compare_digest", lambda *pair: compared.append(pair))
+    monkeypatch.setattr(serving.hmac, "compare_digest", lambda *pair: compared.append(pair))
     with pytest.raises(RefusedError):
         Access([plain_key(KEY)]).check_key(f"Bearer {KEY}")
     assert compared == [(plain_key(KEY).digest,) * 2]

@@ -15,7 +15,7 @@ import pytest
 
 from live import Live, live
 from mlx_flash.server import serving as page_module
-from mlx_flash.server.access import Access, plain_key
+from mlx_flash.server.serving import Access, plain_key
 from scripted import make_scripted_model, saying
 
 CHROMIUM = shutil.which("chromium")

@@ -293,7 +293,7 @@ WRONG_PLACES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "/api/chat": [
         ("options.temperature", {"options": {"temperature": True}}), ("options.top_k", {"options": {"top_k": -2}}),
         ("schema", {"format": SCHEMA_7}), ("messages.0.role", {"messages": [{"role": "robot", "content": "x"}]}),
-        ("messages.0.images", {"messages": [{**messages()[0], "images": ["aGk="]}]}),
+        ("messages.0.images", {"messages": [{**messages()[0], "images": ["a*b"]}]}),
     ],
 }  # fmt: skip
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -252,7 +252,7 @@ WRONG_FIELDS: dict[str, dict[str, list[Any]]] = {
         "format": ["xml"], "keep_alive": ["soon"], "think": ["deeply"], "tools": [[FUNCTION]], "n": [3],
     },
     "/api/generate": {
-        "suffix": ["y"], "template": ["{{ .Prompt }}"], "images": [["aGk="]], "context": [[1, 2]],
+        "suffix": ["y"], "template": ["{{ .Prompt }}"], "images": [["a*b"]], "context": [[1, 2]],
     },
 }  # fmt: skip
 """Values that are refused, and fields whose answer would not be the one that was asked for, and nobody would see it."""

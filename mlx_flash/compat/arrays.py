@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -313,35 +311,23 @@ def _scratch_bytes(step: Mapping[str, Any]) -> int:
 COMPILER_MB = 115
 """Peak of ``g++`` for a kernel of mlx-lm's models. Measured: 112 to 114 MB, 1.2 s."""
 
-_FAILED = re.compile(r"\[Compile::eval_cpu\] Failed to compile|Could not load C\+\+ shared library")
-_NO_FOLDER = re.compile(r"filesystem error: (temp_directory_path|cannot create director)")
-"""Reports of C++ that the folder of the kernels cannot be made."""
-
-
-def kernel_cache() -> Path:
-    """Return the folder where MLX keeps compiled kernels for later runs, below C++'s ``temp_directory_path``."""
-    named = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
-    return Path(next(filter(None, named), "/tmp")) / "mlx" / version("mlx") / "cpu"
+_FAILED = re.compile(
+    r"\[Compile::eval_cpu\] Failed to compile|Could not load C\+\+ shared library"
+    r"|filesystem error: (temp_directory_path|cannot create director)"
+)
+"""Reports that the compiler failed, or that the folder for its kernels cannot be made."""
 
 
 def explained(error: Exception) -> Exception:
     """Return an error of MLX's compiler as a :class:`CompilerError` with a hint, any other error as it is."""
-    if type(error) is not RuntimeError:
+    if type(error) is not RuntimeError or not _FAILED.search(str(error)):
         return error
-    if _NO_FOLDER.match(str(error)):
-        found = CompilerError(
-            f"MLX keeps the kernels that it compiles in {kernel_cache()}, and cannot make this folder; {error}. Hint: "
-            "set TMPDIR to a folder that exists and can be written."
-        )
-    elif _FAILED.search(str(error)):
-        found = CompilerError(
-            "MLX compiles kernels of this model with g++ at their first use, and g++ failed or was killed; "
-            f"{error}. Hint: each takes about {COMPILER_MB} MB beside the budget, which a limit on memory must leave "
-            "room for, and some room on the disk. Or run the model once without the limit: "
-            f"{kernel_cache()} keeps the kernels."
-        )
-    else:
-        return error
+    found = CompilerError(
+        "MLX compiles kernels of this model with g++ at their first use, and keeps them in a folder mlx of "
+        f"{os.environ.get('TMPDIR', '/tmp')}; one failed, or the compiler was killed: {error}. Hint: each takes about "
+        f"{COMPILER_MB} MB beside the budget, which a limit on memory must leave room for, and some room on the disk: "
+        "run the model once without the limit, or set TMPDIR to a folder that exists and can be written."
+    )
     found.__cause__ = error
     return found
 

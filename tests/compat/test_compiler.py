@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ def test_killed_compiler_is_named_with_a_hint(tmp_path: Path, budget: str) -> No
     errors = children.run("-c", CALL, model, budget, env=env, forks=False).stderr.decode()
     assert "CompilerError: MLX compiles kernels of this model with g++" in errors, errors
     assert "Hint: each takes about 115 MB beside the budget" in errors
-    assert f"run the model once without the limit: {empty}/mlx/" in errors
+    assert f"keeps them in a folder mlx of {empty};" in errors and "run the model once without the limit" in errors
 
 
 @pytest.mark.skipif(mx.default_device() == mx.gpu, reason="GPU back ends have compilers of their own")
@@ -55,8 +56,8 @@ def test_a_temporary_folder_that_is_none_is_named(tmp_path: Path, name: str) -> 
     (tmp_path / "file").touch()
     model = save(tmp_path / "model", WIDE_LLAMA)
     errors = children.run("-c", CALL, model, "2", env={"TMPDIR": str(tmp_path / name)}).stderr.decode()
-    assert f"CompilerError: MLX keeps the kernels that it compiles in {tmp_path / name}/mlx/" in errors, errors
-    assert "Hint: set TMPDIR" in errors
+    named = rf"CompilerError: MLX .* in a folder mlx of {tmp_path / name};.* set TMPDIR to a folder"
+    assert re.search(named, errors), errors
 
 
 def test_a_compiler_that_fails_while_a_token_is_chosen_is_named_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,36 +135,22 @@ def untouched(num_rows: int, width: int) -> mx.array:
     return array
 
 
-class _Nothing(io.RawIOBase):
+class _Nothing(io.BytesIO):
     """A safetensors file with a header, whose data leaves the reader's memory as it is."""
 
     def __init__(self, num_rows: int, width: int) -> None:
-        self._nbytes = num_rows * width
-        entry = {"dtype": "U8", "shape": [num_rows, width], "data_offsets": [0, self._nbytes]}
+        entry = {"dtype": "U8", "shape": [num_rows, width], "data_offsets": [0, num_rows * width]}
         text = json.dumps({"rows": entry}).encode()
-        self._head = len(text).to_bytes(8, "little") + text
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
+        super().__init__(len(text).to_bytes(8, "little") + text)
+        self._end = len(self.getbuffer()) + num_rows * width
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = (0, self._at, len(self._head) + self._nbytes)[whence]
-        self._at = start + offset
-        return self._at
+        return super().seek(self._end + offset) if whence == io.SEEK_END else super().seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
-        target = memoryview(buffer).cast("B")
-        head = self._head[self._at : self._at + len(target)]
-        target[: len(head)] = head
-        self._at += len(target)
-        return len(target)
+        nbytes = memoryview(buffer).nbytes
+        self.seek(nbytes - super().readinto(buffer), io.SEEK_CUR)
+        return nbytes
 
 
 def uncommit(memory: memoryview) -> None:

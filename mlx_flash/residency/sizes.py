@@ -20,7 +20,7 @@ from mlx_flash.layout.units import matrices_of, place_experts, trunk_of
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.placement import must_copy, padded_bytes
+from mlx_flash.storage.placement import padded_bytes, place
 from mlx_flash.storage.probe import Measurements
 
 RESULTS = Measurements("attention.json")
@@ -371,7 +371,7 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
         return sizes
     trunk = _measure(trunk_of(layout), activations)
     records = [parameter.records for stack in layout.experts for parameter in stack.unit.large]
-    copies = any(place_experts(stack).read.copied for stack in layout.experts) or must_copy(records, kernel_alignment())
+    copies = place(records, kernel_alignment()).copies or any(place_experts(s).read.copied for s in layout.experts)
     return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=trunk.copies or copies))
 
 
@@ -409,7 +409,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
         cache=layout.cache,
         activations=activations,
         finer=tuple(finer),
-        copies=must_copy([p.records for unit in layout.units for p in unit.large], kernel_alignment()),
+        copies=place([p.records for unit in layout.units for p in unit.large], kernel_alignment()).copies,
         num_operations=layout.trace.num_operations,
         own_head=None if layout.head is None else (layout.head.nbytes, layout.head.row_bytes),
     )

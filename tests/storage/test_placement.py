@@ -13,7 +13,6 @@ from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.storage.placement import (
     MERGE_GAP,
     Placement,
-    must_copy,
     padded_bytes,
     place,
     place_rows,
@@ -58,7 +57,9 @@ def read_bytes(placement: Placement) -> int:
 def check(records: list[TensorRecord], alignment: int) -> Placement:
     (placement,) = check_rows([records], alignment)
     assert sum(padded_bytes(made.nbytes) for made in records) >= placement.nbytes
-    assert placement.copies == must_copy([[made] for made in records], alignment)
+    needed = [max(alignment, DTYPE_SIZES[made.dtype]) for made in records if made.nbytes]
+    offsets = [made.offset for made in records if made.nbytes]
+    assert placement.copies == any(at % step for at, step in zip(offsets, needed, strict=True))
     return placement
 
 
@@ -153,12 +154,6 @@ def check_disjoint(ranges: list[tuple[int, int]]) -> None:
 @given(tensor_records(), st.sampled_from(ALIGNMENTS))
 def test_place_lays_out_any_records(records: list[TensorRecord], alignment: int) -> None:
     check(records, alignment)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(tensor_records().filter(bool), max_size=4), st.sampled_from(ALIGNMENTS))
-def test_parameters_that_must_be_copied_are_known_beforehand(groups: list[list[TensorRecord]], alignment: int) -> None:
-    assert must_copy(groups, alignment) == place(groups, alignment).copies
 
 
 @pytest.mark.parametrize(

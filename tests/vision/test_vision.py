@@ -19,8 +19,7 @@ from mlx_vlm.generate import generate_step  # noqa: E402
 from mlx_vlm.models.cache import make_prompt_cache  # noqa: E402
 
 import vlm_zoo  # noqa: E402
-from mlx_flash.vision.flashvlm import FlashVLM, load_vlm_model  # noqa: E402
-from mlx_flash.vision.towers import TowerRehearsal  # noqa: E402
+from mlx_flash.vision.flashvlm import FlashVLM, TowerRehearsal, load_vlm_model  # noqa: E402
 from tiny_vlms import save  # noqa: E402
 
 CONFIG = FlashConfig(ram_budget_gb="min", telemetry=False, poison_released_slots=True)

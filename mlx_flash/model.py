@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -85,6 +85,20 @@ class ModelFacade(nn.Module):
     def __class__(self) -> Any:
         """That of mlx-lm's model, for programs that ask with ``isinstance``; ``type()`` tells the truth."""
         return type(self._model)
+
+    def close(self) -> nn.Module:
+        """End streaming: restore classes and lazily loaded weights, close the files, join the threads.
+
+        Returns:
+            mlx-lm's model, lazily loaded, as if it had never been streamed.
+        """
+        return self._life.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def belongs_with(self, tokenizer: Any, generates: Callable[..., Iterator[Any]]) -> None:
         """Note the tokenizer, and the function that generates, for :meth:`stream_generate`."""
@@ -515,20 +529,6 @@ class FlashLLM(ModelFacade):
         if config.kv_max_tokens is not None:
             return not config.kv_keep
         return self.kv is None or not self.plan.kv.num_on_disk
-
-    def close(self) -> nn.Module:
-        """End streaming: restore classes and lazily loaded weights, close the files, join the threads.
-
-        Returns:
-            mlx-lm's model, lazily loaded, as if it had never been streamed.
-        """
-        return self._life.close()
-
-    def __enter__(self) -> FlashLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _applied(use: Callable[[mx.array], Any], run: Any, *args: Any, **kwargs: Any) -> Any:

@@ -378,13 +378,7 @@ class FlashVLM(ModelFacade):
     def close(self) -> nn.Module:
         """End streaming. Return mlx-vlm's model, lazily loaded, as if it had never been streamed."""
         self.towers.close()
-        return self._life.close()
-
-    def __enter__(self) -> FlashVLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return super().close()
 
 
 def load_vlm(

@@ -324,7 +324,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=_settings,
         default=[{}],
         metavar="NAME=VALUE,...",
-        help="settings of FlashConfig to run every budget with, such as expert_pool_gb=0 or - for none",
+        help="settings of FlashConfig to run every budget with, such as expert_pool=false or - for none",
     )
     add("--loops", nargs="+", choices=LOOPS, default=["mlx-lm"], help="that decode one sequence (default: mlx-lm)")
     add("--batches", type=int, nargs="+", default=[1], metavar="N", help="sequences that share passes (default: 1)")

@@ -41,7 +41,7 @@ _DECIDED_OTHERWISE = {
         "top_k",
         "moe_top_k_override",
     ),
-    "expert_pool_gb sets the memory for experts": ("expert_cache_size",),
+    "the plan decides on the memory of experts": ("expert_cache_size",),
     "num_slots sets how far the reader is ahead": ("prefetch_layers", "pipeline_depth"),
     "reads always overlap computing": ("pipelined_execution",),
     "free memory and io decide what the page cache keeps": ("eviction", "eviction_strategy"),
@@ -196,8 +196,8 @@ class FlashConfig:
         mtp: use of the head for multi-token prediction that some checkpoints have, to guess tokens. ``"auto"`` keeps it
             in memory where a faster model is expected. The output is the same either way.
         num_slots: buffers that streamed units take turns in. None lets the plan choose.
-        expert_pool_gb: memory for experts that stay between tokens, in GB. None takes what the rest of the plan leaves
-            of the budget. 0 keeps none and reads layers whole, with all of their experts.
+        expert_pool: keep experts between tokens, in what the rest of the plan leaves of the budget, and read others
+            one by one. False reads layers whole, with all of their experts.
         expert_lookahead: prefetch of the experts that the next router will probably choose. A wrong guess costs a read;
             the output is the same either way.
         io: way of reading. ``"direct"`` bypasses the operating system's page cache, ``"buffered"`` uses it, ``"auto"``
@@ -232,7 +232,7 @@ class FlashConfig:
     speculation: bool = True
     mtp: Literal["auto", "off"] = "auto"
     num_slots: int | None = None
-    expert_pool_gb: float | None = field(default=None, metadata=_OR_ZERO)
+    expert_pool: bool = True
     expert_lookahead: bool = True
     io: Literal["auto", "direct", "buffered"] = "auto"
     read_size_mb: float | None = None

@@ -25,9 +25,9 @@ from mlx_flash.errors import ConfigError, FlashError
 from mlx_flash.files import settings_file
 
 COUNTS = ("context_length", "prefill_step_size", "kv_max_tokens", "num_slots", "queue_depth")
-SHARES = ("expert_pool_gb", "derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
+SHARES = ("derived_cache_gb", "kv_prefix_gb", "ssd_write_gb_per_day")
 NUMBERS = ("ram_budget_gb", "kv_ram_gb", "read_size_mb", *SHARES)
-SWITCHES = ("enabled", "lend_reserves", "speculation", "expert_lookahead", "telemetry", "poison_released_slots")
+SWITCHES = ("enabled", "lend_reserves", "speculation", "expert_pool", "expert_lookahead", "telemetry")
 WORDS = ("min", "auto", "safe", "balanced", "performance")
 OR_WORDS = "or one of 'min', 'auto', 'safe', 'balanced', 'performance'"
 IN_GB = "a number of GB (10**9 bytes)"
@@ -142,7 +142,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "speculation": (True, False),
     "mtp": ("auto", "off"),
     "num_slots": (None, 1, 3),
-    "expert_pool_gb": (None, 0, 2.5),
+    "expert_pool": (True, False),
     "expert_lookahead": (True, False),
     "io": ("auto", "direct", "buffered"),
     "read_size_mb": (None, 0.5, 4.0),
@@ -242,14 +242,14 @@ TEXTS: list[tuple[str, str, object]] = [
     ("io", " direct ", "direct"),
     ("num_slots", "+3", 3),
     ("read_size_mb", "1e-1", 0.1),
-    ("expert_pool_gb", "0", 0.0),
+    ("derived_cache_gb", "0", 0.0),
     ("ram_budget_gb", "1.5", 1.5),
 ]
 NO_TEXTS = [
     *((name, text, "true or false") for name in SWITCHES for text in ("maybe", "none", "2")),
     *((name, text, "a whole number") for name in COUNTS for text in ("1.0", "many", "0x10", "1" * 5000)),
     ("read_size_mb", "big", "a number"),
-    ("expert_pool_gb", "-1", "a finite number not below 0"),
+    ("derived_cache_gb", "-1", "a finite number not below 0"),
     ("read_size_mb", "nan", "a finite number above 0"),
     ("io", "none", "one of 'auto', 'direct', 'buffered'"),
     ("queue_depth", "65", "between 1 and 64"),

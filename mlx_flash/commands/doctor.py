@@ -47,9 +47,8 @@ from mlx_flash.monitor.words import filled, layer_runs, size
 from mlx_flash.ranks import needed_files, runs
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.residency.planner import table_of_budgets
-from mlx_flash.storage.probe import Disk, DiskProfile, disk_of
+from mlx_flash.storage.probe import Disk, DiskProfile, SelfTest, disk_of, profile_for, test_now
 from mlx_flash.storage.safetensors import read_checkpoint, weight_files
-from mlx_flash.storage.selftest import SelfTest, profile_for, test_now
 from mlx_flash.telemetry import Json, ratio
 
 

@@ -50,10 +50,8 @@ from mlx_flash.residency.machine import kept_products, read_products
 from mlx_flash.residency.planner import budget_of
 from mlx_flash.residency.sizes import RESULTS as ATTENTION
 from mlx_flash.residency.sizes import expected_hits
-from mlx_flash.storage.probe import PROFILES, sample_in
+from mlx_flash.storage.probe import PROFILES, SELF_TESTS, profile_for, sample_in
 from mlx_flash.storage.safetensors import MAX_METADATA_BYTES, weight_files
-from mlx_flash.storage.selftest import RESULTS as SELF_TESTS
-from mlx_flash.storage.selftest import profile_for
 from mlx_flash.telemetry import Json, ratio
 from mlx_flash.vision.detect import loads_with_vlm
 

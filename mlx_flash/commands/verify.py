@@ -39,8 +39,8 @@ from mlx_flash.monitor.words import filled
 from mlx_flash.residency.plan import ResidencyPlan
 from mlx_flash.storage.placement import Segment
 from mlx_flash.storage.prefetcher import Buffer, read_pieces
+from mlx_flash.storage.probe import way_of_reading
 from mlx_flash.storage.safetensors import TensorRecord, identity_of, read_checkpoint
-from mlx_flash.storage.selftest import way_of_reading
 from mlx_flash.telemetry import Json
 
 if TYPE_CHECKING:  # mlx-vlm is an extra

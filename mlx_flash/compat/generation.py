@@ -36,13 +36,6 @@ stock_stream_generate: Callable[..., Iterator[Any]] = require(_module, "stream_g
 stock_generate: Callable[..., str] = require(_module, "generate", "model", "tokenizer")
 generation_stream: Any = require(_module, "generation_stream")
 
-require_that("generate_step" in stock_stream_generate.__code__.co_names, "stream_generate calls no generate_step")
-require_that(
-    "speculative_generate_step" in stock_stream_generate.__code__.co_names,
-    "stream_generate calls no speculative_generate_step",
-)
-require_that("stream_generate" in stock_generate.__code__.co_names, "generate calls no stream_generate")
-
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Return a copy of a function of mlx-lm in which some global names mean something else."""
@@ -72,7 +65,13 @@ stock_batch_generate: Callable[..., Any] = require(
     _module, "batch_generate", "model", "prompts", "prompt_caches", "max_tokens", "return_prompt_caches", "kwargs"
 )
 
-require_that("BatchGenerator" in stock_batch_generate.__code__.co_names, "batch_generate makes no BatchGenerator")
+for _caller, _called in (
+    (stock_stream_generate, "generate_step"),
+    (stock_stream_generate, "speculative_generate_step"),
+    (stock_generate, "stream_generate"),
+    (stock_batch_generate, "BatchGenerator"),
+):
+    require_that(_called in _caller.__code__.co_names, f"{_caller.__name__} calls no {_called}")
 for _name in ("_next", "insert_segments", "extract_cache", "remove", "stats", "close"):
     require(StockBatchGenerator, _name)
 # Of the compiled code: inspect.getsource() would parse the module for each of them, 0.15 s in all.

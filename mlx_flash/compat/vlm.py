@@ -5,7 +5,6 @@ mlx-vlm has layers and caches of its own, with mlx-lm's names and interfaces.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -44,10 +43,12 @@ stream_generate: Callable[..., Generator[Any, None, None]] = require(dispatch, "
 load_image: Callable[..., Any] = require(utils, "load_image", "image_source")
 _prepare_inputs = require(utils, "prepare_inputs", "images", "prompts", "image_token_index", "add_special_tokens")
 _should_add_special_tokens = require(utils, "should_add_special_tokens", "model_type", "processor")
-_apply_chat_template = require(prompt_utils, "apply_chat_template", "processor", "config", "prompt", "num_images")
+apply_chat_template: Callable[..., str] = require(
+    prompt_utils, "apply_chat_template", "processor", "config", "prompt", "num_images"
+)
 
 _TEMPLATE_FUNCTIONS = (
-    _apply_chat_template,
+    apply_chat_template,
     require(prompt_utils, "get_message_json", "prompt", "num_audios"),
     require(prompt_utils, "get_chat_template", "processor", "messages"),
     require(prompt_utils.MessageFormatter, "format_message", "prompt", "num_audios"),
@@ -83,11 +84,6 @@ def _call_stack(
 
 StackKinds.add(switch_layers.SwitchGLU, _call_stack)
 StackKinds.linears += (require(switch_layers, "SwitchLinear"),)
-
-
-def installed_vlm() -> str:
-    """Return the version of mlx-vlm."""
-    return importlib.metadata.version("mlx-vlm")
 
 
 @contextmanager
@@ -157,12 +153,6 @@ def _without_folder_code() -> Iterator[None]:
         yield
     finally:
         dynamic_module_utils.get_class_in_module = run
-
-
-def apply_chat_template(processor: Any, config: Any, messages: Any, num_images: int, **options: Any) -> str:
-    """Return a prompt as text, as mlx-vlm's programs make it: each picture has its mark."""
-    found: str = _apply_chat_template(processor, config, messages, num_images=num_images, **options)
-    return found
 
 
 def prepare_inputs(model: nn.Module, processor: Any, prompt: str, images: list[Any]) -> dict[str, Any]:

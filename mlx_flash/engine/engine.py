@@ -59,15 +59,15 @@ class Lending:
     """Lends memory to streamed weights, and what these leave to experts. Experts give it back first.
 
     A byte of a streamed weight saves a byte on every pass, a byte of an expert only when that is chosen. Experts may
-    give more than was lent: all but the slots that the pool cannot do without. ``grows`` says that the pool may have
-    more slots than the plan gives it. The caller has the passes to itself.
+    give more than was lent: all but the slots that the pool cannot do without. The caller
+    has the passes to itself.
     """
 
-    def __init__(self, loans: Loans, experts: Experts | None, *, grows: bool) -> None:
+    def __init__(self, loans: Loans, experts: Experts | None) -> None:
         self._loans = loans
         self._experts = experts
         self._planned = 0 if experts is None else experts.pool.slots.num_slots
-        self._most = experts.pool.slots.capacity if experts is not None and grows else self._planned
+        self._most = 0 if experts is None else experts.pool.slots.capacity
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +169,7 @@ class Engine:
         self.reader = _reader(prepared, config)
         self.stream = WeightStream([], self.reader, poison=False, num_units=0)
         self.loans = Loans(self.stream)
-        self.lending = Lending(self.loans, None, grows=False)
+        self.lending = Lending(self.loans, None)
         self.pinned = PinnedLayers()
         self.units: list[Unit] = []
         self.experts: Experts | None = None
@@ -227,7 +227,7 @@ class Engine:
             self.pinned.modules += [module for module in layers if not isinstance(module, SwappedClass)]
         if plan.pool is not None:
             self._start_experts(layout.experts, plan.pool)
-        self.lending = Lending(self.loans, self.experts, grows=self._config.expert_pool_gb is None)
+        self.lending = Lending(self.loans, self.experts)
 
     def publish(self, collect: Callable[[], Json]) -> None:
         """Publish the state for flash-monitor, until the end."""
@@ -415,7 +415,7 @@ class Engine:
         self.stream = WeightStream([], self.reader, poison=False, num_units=0)  # lets go of the slots
         self.stream.stats = stats
         self.loans, self.experts = Loans(self.stream), None
-        self.lending = Lending(self.loans, None, grows=False)
+        self.lending = Lending(self.loans, None)
 
 
 def _pinned_parts(layout: ModelLayout, plan: ResidencyPlan) -> list[list[Parameter]]:

@@ -37,7 +37,7 @@ from mlx_flash.layout.reachable import Opaque
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, aligned_offsets, round_up
 from mlx_flash.storage.placement import Piece, Segment
 from mlx_flash.storage.prefetcher import Arrival, BackgroundPrefetcher, SourceFile, Workers
-from mlx_flash.storage.selftest import way_of_reading
+from mlx_flash.storage.probe import way_of_reading
 
 CHUNK_TOKENS = 8192
 """Tokens of a chunk: 2 MiB for each head of 128 numbers of 16 bits."""

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,11 +85,9 @@ def wired_limit() -> int | None:
     """Return the bytes that Metal keeps wired at most, by ``iogpu.wired_limit_mb`` or MLX's figure; None elsewhere."""
     if sys.platform != "darwin" or not mx.metal.is_available():
         return None
-    limit = ctypes.c_int(0)
-    nbytes = ctypes.c_size_t(ctypes.sizeof(limit))
-    found = ctypes.CDLL(None).sysctlbyname(b"iogpu.wired_limit_mb", ctypes.byref(limit), ctypes.byref(nbytes), None, 0)
-    if found == 0 and limit.value > 0:
-        return limit.value << 20
+    with suppress(OSError):  # an older system
+        if limit := sysctl("iogpu.wired_limit_mb"):
+            return limit << 20
     return int(mx.device_info()["max_recommended_working_set_size"])
 
 

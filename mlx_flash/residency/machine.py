@@ -24,9 +24,8 @@ from mlx_flash.residency.sizes import bytes_per_pair
 from mlx_flash.storage.blocks import BLOCK_BYTES, Compression, decode_speed
 from mlx_flash.storage.placement import padded_bytes
 from mlx_flash.storage.prefetcher import DEFAULT_QUEUE_DEPTH, Arrival
-from mlx_flash.storage.probe import DiskProfile
+from mlx_flash.storage.probe import DiskProfile, profile_for, way_of_reading
 from mlx_flash.storage.safetensors import Checkpoint
-from mlx_flash.storage.selftest import profile_for, way_of_reading
 
 _PROBE_BYTES = {mx.cpu: 4 << 20, mx.gpu: 32 << 20}
 _QUANTIZED_SHARE = 16

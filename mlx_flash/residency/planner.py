@@ -313,7 +313,6 @@ class Weights:
     sizes: ModelSizes
     machine: Machine
     num_slots: int | None = None  # buffers that were asked for; None leaves that open
-    pool_slots: int = 0  # of the pool of experts that was asked for; 0 leaves that open
     cut: int = 0  # the way its layers are cut, as in ``Streaming.cut``
     is_tiled: bool = False  # whether some linear layers pass through the slots in tiles of rows
 
@@ -357,7 +356,7 @@ class Weights:
     def least_bytes(self) -> int:
         """Memory that none of its candidates does without: small weights, the smallest pool, the reader's buffers."""
         experts = self.sizes.experts
-        pool = 0 if experts is None else (self.pool_slots or experts.least_slots) * experts.slot_bytes
+        pool = 0 if experts is None else experts.least_slots * experts.slot_bytes
         return self.sizes.resident_bytes + pool + self.bounce_bytes
 
     def most_slots(self, experts: ExpertSizes) -> int:
@@ -401,15 +400,14 @@ class Candidate:
     def plan(self, task: Task, tokens: Tokens, budget: int = 0) -> ResidencyPlan:
         """Return its plan, with the predicted time, but without the names of what is streamed: see :meth:`named`.
 
-        A pool of experts of open size gets what is left of the budget.
+        A pool of experts gets what is left of the budget.
         """
         weights, machine, sizes = self.weights, self.weights.machine, self.weights.sizes
         experts, pool = sizes.experts, None
         if experts is not None:
-            left = 0 if weights.pool_slots else budget - task.process_bytes - tokens.nbytes - self.nbytes
-            num_slots = weights.pool_slots or experts.least_slots
-            more = max(0, min(max(0, left) // experts.slot_bytes, weights.most_slots(experts) - num_slots))
-            pool = pool_of(machine, experts, num_slots + more)
+            left = budget - task.process_bytes - tokens.nbytes - self.nbytes
+            more = max(0, min(max(0, left) // experts.slot_bytes, weights.most_slots(experts) - experts.least_slots))
+            pool = pool_of(machine, experts, experts.least_slots + more)
         plan = ResidencyPlan(
             budget_bytes=budget,
             minimum_bytes=0,
@@ -602,7 +600,7 @@ def _read_bytes(weights: Weights, room: int) -> float:
     trunk = sizes.layer_bytes + sum([unit.nbytes for unit in sizes.all_heads])
     least = experts.least_slots * experts.slot_bytes
     pool = max(least, room - trunk)
-    missing = (1 - experts.hit_rate(weights.pool_slots or pool // experts.slot_bytes)) * experts.token_bytes
+    missing = (1 - experts.hit_rate(pool // experts.slot_bytes)) * experts.token_bytes
     return min(trunk, max(0, trunk + least - room)) + missing
 
 
@@ -745,7 +743,7 @@ def _least_seconds(weights: Weights, budget: int) -> float:
     if experts is None:
         return trunk
     most = max(experts.least_slots, (budget - machine.base_bytes) // experts.slot_bytes)
-    return trunk + pool_of(machine, experts, weights.pool_slots or most).seconds
+    return trunk + pool_of(machine, experts, most).seconds
 
 
 def _fastest(tried: Sequence[Tried]) -> Tried:
@@ -803,8 +801,8 @@ def opening_seconds(task: Task, weights: Weights, plan: ResidencyPlan) -> float:
     seconds = max(streaming.compute_seconds, streaming.seconds - of_weights / machine.read_bytes_per_second)
     if plan.pool is None or experts is None:
         return seconds
-    grows = not machine.has_buffer_cache and not weights.pool_slots  # on GPUs stacks grow, too: not known here
-    more = (lent - of_weights) // experts.slot_bytes if grows else 0
+    # on GPUs stacks grow, too: not known here
+    more = 0 if machine.has_buffer_cache else (lent - of_weights) // experts.slot_bytes
     most = max(plan.pool.num_slots, weights.most_slots(experts))
     pool = pool_of(machine, experts, min(plan.pool.num_slots + more, most))
     seconds += (experts.token_bytes - pool.read_bytes) / machine.kept_bytes_per_second
@@ -851,7 +849,9 @@ def make_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Resid
 
 def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> ResidencyPlan:
     """Return the plan of a model whose own head is in memory, or is not there."""
-    tasks, options, reached = _tasks(sizes, config, machine), _options(sizes, config, machine), machine.reached_bytes
+    task = Task(sizes, config, machine, promised_bytes(sizes, config), cache_limit_of(machine, 0))
+    tasks = [replace(task, kv_on_disk=place) for place in _places_of_kv(sizes, config, machine)]
+    options, reached = _options(sizes, config, machine), machine.reached_bytes
     needs = [_needs(task, options) for task in tasks]
     least = min(map(min, needs))
     minimum = max(_told(reached), least)
@@ -885,12 +885,6 @@ def _plain_plan(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> Res
             minimum,
         )
     return replace(plan, minimum_bytes=minimum)
-
-
-def _tasks(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Task]:
-    """Return what is to be planned: with the KV cache in memory, then on disk, as far as it may be there."""
-    task = Task(sizes, config, machine, promised_bytes(sizes, config), cache_limit_of(machine, 0))
-    return [replace(task, kv_on_disk=place) for place in _places_of_kv(sizes, config, machine)]
 
 
 def _needs(task: Task, options: Sequence[Option]) -> list[int]:
@@ -975,11 +969,8 @@ def _with_reads(weights: Weights, liked: Machine, room: int) -> Weights:
 def _options(sizes: ModelSizes, config: FlashConfig, machine: Machine) -> list[Option]:
     """Return the ways to read the model: expert by expert if it has any, then layer by layer, in small reads."""
     whole = Weights(sizes, _with_small_reads(config, machine), config.num_slots)
-    if sizes.trunk is None or config.expert_pool_gb == 0:
-        return [(whole, smallest(whole))]
-    by_expert = _with_pool(replace(whole, sizes=sizes.trunk), config.expert_pool_gb)
-    # A pool that was asked for is left out only if everything fits.
-    return [(by_expert, smallest(by_expert)), (whole, everything(whole) if config.expert_pool_gb else smallest(whole))]
+    by_expert = [] if sizes.trunk is None or not config.expert_pool else [replace(whole, sizes=sizes.trunk)]
+    return [(weights, smallest(weights)) for weights in [*by_expert, whole]]
 
 
 def _usable(options: Sequence[Option], room: int, room_beside_more: int) -> list[Option]:
@@ -989,24 +980,7 @@ def _usable(options: Sequence[Option], room: int, room_beside_more: int) -> list
     """
     if everything(options[-1][0]).nbytes <= room_beside_more:
         return [options[-1]]
-    usable = [option for option in options if option[1].nbytes <= room]
-    return usable[:1] if options[0][0].pool_slots else usable
-
-
-def _with_pool(weights: Weights, pool_gb: float | None) -> Weights:
-    """Return the weights with a pool of experts of the size that was asked for, or refuse (ConfigError) that."""
-    experts = weights.sizes.experts
-    assert experts is not None
-    if pool_gb is None:
-        return weights
-    num_slots = min(round(pool_gb * GB) // experts.slot_bytes, weights.most_slots(experts))
-    if num_slots < experts.least_slots:
-        raise ConfigError(
-            f"expert_pool_gb is {pool_gb:g}, but this model needs at least "
-            f"{in_gb(experts.least_slots * experts.slot_bytes)}: {experts.least_slots} experts of "
-            f"{experts.slot_bytes / MB:.1f} MB. Hint: give more, or 0 to read whole layers."
-        )
-    return replace(weights, pool_slots=num_slots)
+    return [option for option in options if option[1].nbytes <= room]
 
 
 def budget_of(config: FlashConfig, memory: MemoryReading, held: int, least: int) -> int:
@@ -1051,7 +1025,7 @@ def table_of_budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine) -
     Each comes with the longest of :data:`CONTEXTS` that its budget holds, in memory or on disk, or the promised one.
     """
     promised = PROMISED_CONTEXT if promised_bytes(sizes, config) else 0
-    least_for = partial(_least_for, sizes, config, machine, _options(sizes, config, machine))
+    least_for = partial(_least_for, sizes, config, machine)
     contexts = {length: least_for(length) for length in CONTEXTS}
     for budget in _budgets(sizes, config, machine, least_for(config.context_length)):
         try:
@@ -1075,15 +1049,12 @@ def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine, least: in
     return sorted({min(budget, max(least, machine.total_memory)) for budget in rounded})
 
 
-def _least_for(
-    sizes: ModelSizes, config: FlashConfig, machine: Machine, options: Sequence[Option], context: int | None
-) -> int | None:
+def _least_for(sizes: ModelSizes, config: FlashConfig, machine: Machine, context: int | None) -> int | None:
     """Return the smallest budget for a context; None where no memory or disk of the machine holds it."""
     step = config.prefill_step_size
     step = step if step is None or context is None else min(step, context)
+    asked = replace(config, ram_budget_gb="min", context_length=context, prefill_step_size=step)
     try:
-        tasks = _tasks(sizes, replace(config, context_length=context, prefill_step_size=step), machine)
-        least = max(_told(machine.reached_bytes), min([min(_needs(task, options)) for task in tasks]))
+        return make_plan(sizes, asked, machine).minimum_bytes
     except ConfigError:
         return None
-    return least if least <= machine.total_memory else None

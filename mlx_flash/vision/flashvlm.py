@@ -21,11 +21,11 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import LoadingStreams, result_bytes, tape_of
+from mlx_flash.compat.require import installed
 from mlx_flash.compat.vlm import (
     VlmLoadModel,
     current_vlm_load_model,
     get_model_path,
-    installed_vlm,
     language_part,
     load_processor,
     loaded_tensors,
@@ -475,7 +475,7 @@ def load_vlm_lazily(
     language = language_part(model)
     if language is None:
         raise CheckpointError(
-            f"{type(model).__module__}.{type(model).__name__} of mlx-vlm {installed_vlm()} has no language_model: it "
-            "cannot be streamed. Hint: load it with mlx_vlm, without the patch."
+            f"{type(model).__module__}.{type(model).__name__} of mlx-vlm {installed('mlx-vlm')} has no language_model: "
+            "it cannot be streamed. Hint: load it with mlx_vlm, without the patch."
         )
     return LoadedModel(model, config, *sources.direct(model), streams, language, make_vlm_cache)

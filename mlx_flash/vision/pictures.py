@@ -172,7 +172,7 @@ def make_prompt(
     text: Any = messages
     if is_chat:
         given = messages if isinstance(messages, str) else [dict(message) for message in messages]
-        text = apply_chat_template(processor, model.config, given, len(pictures), **options)
+        text = apply_chat_template(processor, model.config, given, num_images=len(pictures), **options)
     try:
         return PicturePrompt(prepare_inputs(model, processor, text, list(pictures)))
     except ValueError as error:  # what a processor raises, in mlx-vlm's words

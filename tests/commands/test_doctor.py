@@ -21,8 +21,7 @@ from mlx_flash.memory import footprint
 from mlx_flash.monitor.rates import SystemMemory
 from mlx_flash.residency.planner import make_plan, table_of_budgets
 from mlx_flash.storage import probe, selftest
-from mlx_flash.storage.probe import Disk, DiskProfile
-from mlx_flash.storage.selftest import SelfTest
+from mlx_flash.storage.probe import Disk, DiskProfile, SelfTest
 from models import LLAMA, save
 
 DISK = Disk("/dev/disk3", "/", "apfs", 10**12, 4 * 10**11)

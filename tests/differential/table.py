@@ -39,7 +39,7 @@ BUDGETS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "min": (0.0, {"lend_reserves": False}),
     "small": (0.1, {}),
     "large": (0.6, {"lend_reserves": False, "io": "buffered"}),
-    "layers": (0.0, {"expert_pool_gb": 0, "lend_reserves": False, "io": "buffered"}),
+    "layers": (0.0, {"expert_pool": False, "lend_reserves": False, "io": "buffered"}),
     "memory": (None, {}),
 }
 """Share of the weights for which the budget has room beyond the smallest one, and other settings. Without a share,

@@ -140,13 +140,10 @@ def test_mixture_stays_within_its_budget(directory: Path) -> None:
     assert slots[:-1] == sorted(slots[:-1] if mx.default_device() == mx.gpu else set(slots[:-1])), found
 
 
-@pytest.mark.parametrize(("pool_gb", "prefill_step_size"), [(0.03, 16), (0.03, 64), (0.1, 64)])
-def test_requested_pool_stays_within_the_budget(directory: Path, pool_gb: float, prefill_step_size: int) -> None:
-    """Some prompts need more experts of a layer than there are slots."""
-    (told,) = generate(directory, expert_pool_gb=pool_gb, prefill_step_size=prefill_step_size)
-    assert 0.8 * pool_gb < told["slots"] * 2.4e-3 < 1.1 * pool_gb
-    reads_all = prefill_step_size == 64 and mx.default_device() == mx.gpu  # rows are not exact there
-    assert bool(told["full"]) == (pool_gb < 0.05 or reads_all)
+@pytest.mark.parametrize("prefill_step_size", [16, 64])
+def test_prompts_of_more_experts_than_slots_stay_within_the_budget(directory: Path, prefill_step_size: int) -> None:
+    (told,) = generate(directory, prefill_step_size=prefill_step_size, lend_reserves=False)
+    assert told["slots"] < 10 and told["full"]
 
 
 def test_activations_of_chosen_experts(tmp_path: Path) -> None:
@@ -160,7 +157,7 @@ def test_activations_of_chosen_experts(tmp_path: Path) -> None:
 
 
 def test_whole_layers_of_mixtures_stay_within_the_budget(directory: Path) -> None:
-    (told,) = generate(directory, expert_pool_gb=0)
+    (told,) = generate(directory, expert_pool=False)
     assert told["slots"] is None
 
 

@@ -26,7 +26,7 @@ from mlx_flash.files import HeldLock, read_json_object
 from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.layout.load import LoadedModel, load_lazily
 from mlx_flash.prefixes.store import Blob, PrefixStore
-from mlx_flash.storage import probe, selftest
+from mlx_flash.storage import probe
 from mlx_flash.storage.probe import DiskProfile
 from mlx_flash.storage.safetensors import read_checkpoint
 from mlx_flash.telemetry import Publisher, find
@@ -195,10 +195,10 @@ class SelfTestFile(Writer):
 
     def write(self) -> None:
         tempfile.tempdir = str(self.folder)
-        with selftest._file_of_words() as file:
+        with probe._file_of_words() as file:
             self.is_right = file.read_bytes() == b"".join(
-                selftest._words(start, selftest._CHUNK_BYTES).tobytes()
-                for start in range(0, selftest.NUM_FILE_BYTES, selftest._CHUNK_BYTES)
+                probe._words(start, probe._CHUNK_BYTES).tobytes()
+                for start in range(0, probe.NUM_FILE_BYTES, probe._CHUNK_BYTES)
             )
 
     def check(self) -> bool:
@@ -245,7 +245,7 @@ def tiny_models() -> Iterator[None]:
         patch.object(llama.Model, "sanitize", sanitize),
         patch.object(derived, "LEAST_BYTES", 1),
         patch.object(probe, "SAMPLE_BYTES", 1 << 20),
-        patch.object(selftest, "NUM_FILE_BYTES", 2 << 20),
+        patch.object(probe, "NUM_FILE_BYTES", 2 << 20),
         patch.object(tempfile, "tempdir", tempfile.tempdir),
     ):
         yield

@@ -360,9 +360,9 @@ def test_small_reads_where_there_is_no_room_for_large_ones(more: int, read_size:
 def test_what_fits_whole_is_not_streamed(
     sizes: ModelSizes, machine: Machine, context: int, step: int, num_slots: int | None
 ) -> None:
-    config = FlashConfig(context_length=context, prefill_step_size=step, num_slots=num_slots, expert_pool_gb=0)
+    config = FlashConfig(context_length=context, prefill_step_size=step, num_slots=num_slots, expert_pool=False)
     whole = everything(sizes, config, machine)
-    plan = make_plan(sizes, with_budget(replace(config, expert_pool_gb=None), whole.peak_bytes), machine)
+    plan = make_plan(sizes, with_budget(replace(config, expert_pool=True), whole.peak_bytes), machine)
     assert plan.streaming == whole.streaming and plan.pool is None
     assert plan.streaming.layers == plan.streaming.heads == plan.streaming.tables == ()
     assert (plan.streaming.num_slots, plan.streaming.read_bytes, plan.slots_bytes) == (0, 0, 0)
@@ -539,50 +539,14 @@ def test_a_pool_is_no_larger_than_an_array_may_be() -> None:
     assert plan.pool is not None
     limit = plan.pool.nbytes // 2
     small = replace(machine, largest_array=limit)
-    for config in (FIXED, replace(FIXED, expert_pool_gb=2 * limit / GB)):
-        bounded = make_plan(sizes, with_budget(config, plan.budget_bytes), small)
-        assert bounded.pool is not None and limit - bounded.pool.slot_bytes < bounded.pool.nbytes <= limit
-
-
-@pytest.mark.parametrize("num_slots", [0, 1, 100, 10**6])
-def test_a_pool_of_the_size_asked_for(num_slots: int) -> None:
-    """From the least on, and no larger than there are experts."""
-    sizes, machine = make_mixture(), make_machine()
-    experts = experts_of(sizes)
-    num_slots += experts.least_slots
-    config = replace(FIXED, expert_pool_gb=(num_slots * experts.slot_bytes + 1000) / GB)
-    least = minimum_of(sizes, config, machine)
-    for more in (0, 10 * MB, 300 * MB):
-        plan = make_plan(sizes, with_budget(config, least + more), machine)
-        assert plan.pool is not None
-        assert plan.pool.num_slots == min(num_slots, sum(experts.num_experts))
-        check(plan, sizes, config, machine)
-
-
-def test_a_pool_that_the_budget_cannot_hold_or_that_is_too_small_is_refused() -> None:
-    """It is not left out without a word."""
-    sizes, machine = make_mixture(), make_machine()
-    with pytest.raises(BudgetError) as refused:
-        make_plan(sizes, replace(FIXED, expert_pool_gb=2, ram_budget_gb=2), machine)
-    assert refused.value.minimum_bytes > 2 * GB
-    plan = make_plan(sizes, with_budget(replace(FIXED, expert_pool_gb=2), refused.value.minimum_bytes), machine)
-    assert plan.pool is not None and 1.99 * GB < plan.pool_bytes <= 2 * GB
-
-    experts = experts_of(sizes)
-    least = experts.least_slots * experts.slot_bytes
-    with pytest.raises(ConfigError, match="expert_pool_gb") as caught:
-        make_plan(sizes, replace(FIXED, expert_pool_gb=(least - 1) / GB, ram_budget_gb=10), machine)
-    assert not isinstance(caught.value, BudgetError)
-    found = re.search(r"at least ([0-9.]+): (\d+) experts", str(caught.value))
-    assert found is not None and int(found[2]) == experts.least_slots
-    plan = make_plan(sizes, replace(FIXED, expert_pool_gb=float(found[1]), ram_budget_gb=3), machine)
-    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
+    bounded = make_plan(sizes, with_budget(FIXED, plan.budget_bytes), small)
+    assert bounded.pool is not None and limit - bounded.pool.slot_bytes < bounded.pool.nbytes <= limit
 
 
 @some(40)
 @given(mixtures(), machines, shares)
 def test_no_pool_reads_whole_layers(sizes: ModelSizes, machine: Machine, share: float) -> None:
-    config = replace(FIXED, expert_pool_gb=0)
+    config = replace(FIXED, expert_pool=False)
     (plan,) = plans_between(sizes, config, machine, [share])
     (dense,) = plans_between(replace(sizes, trunk=None), FIXED, machine, [share])
     assert plan.pool is None and plan == dense
@@ -593,14 +557,10 @@ def test_no_pool_reads_whole_layers(sizes: ModelSizes, machine: Machine, share: 
 def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tiles: bool) -> None:
     """A budget that can hold as many experts as have to be in memory together, and what is streamed beside them."""
     sizes, machine = make_mixture(), make_machine(exact_tiles=exact_tiles)
-    experts = experts_of(sizes)
-    least = experts.least_slots * experts.slot_bytes
-    enough = minimum_of(sizes, replace(FIXED, expert_pool_gb=(least + 1000) / GB), machine)
-    plan = make_plan(sizes, with_budget(FIXED, enough), machine)
-    assert plan.pool is not None and plan.pool.num_slots == experts.least_slots
-    check(plan, sizes, FIXED, machine)
     word = make_plan(sizes, replace(FIXED, ram_budget_gb="min"), machine)
-    assert word.pool is not None and word.budget_bytes == enough
+    assert word.pool is not None and word.pool.num_slots == experts_of(sizes).least_slots
+    check(word, sizes, FIXED, machine)
+    below = make_plan(sizes, with_budget(FIXED, word.budget_bytes - 1), machine)
     smallest = make_plan(sizes, with_budget(FIXED, word.minimum_bytes), machine)
-    assert smallest.pool is None and word.minimum_bytes < enough
-    assert smallest.seconds > plan.seconds
+    assert below.pool is None and smallest.pool is None and word.minimum_bytes < word.budget_bytes
+    assert smallest.seconds > word.seconds

@@ -14,9 +14,9 @@ import pytest
 from fakedriver import FakeDriver
 from mlx_flash import FlashConfig, SelfTestError, load_model
 from mlx_flash.memory.arena import Arena
-from mlx_flash.storage import selftest
+from mlx_flash.storage import probe as selftest
 from mlx_flash.storage.prefetcher import RangeReader
-from mlx_flash.storage.selftest import RESULTS, reads_directly, run_selftest, way_of_reading
+from mlx_flash.storage.probe import SELF_TESTS, reads_directly, run_selftest, way_of_reading
 from models import LLAMA, PREFILL_AND_DECODE, QWEN3_MOE, run, same_bits, save, stock
 
 CASES = tuple((64 << 10, 4, is_shared) for is_shared in (True, False))
@@ -127,7 +127,7 @@ def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPat
     runs = []
     monkeypatch.setattr(selftest, "run_selftest", lambda: runs.append(1) or selftest.SelfTest("bounced", {}))
     assert way_of_reading() == "bounced"
-    assert len(runs) == len(RESULTS.load()) == 1
+    assert len(runs) == len(SELF_TESTS.load()) == 1
     selftest._remembered_or_run.cache_clear()  # as in another process
     assert way_of_reading() == "bounced" and len(runs) == 1
     real = selftest.version
@@ -139,10 +139,10 @@ def test_result_is_remembered_for_a_version_of_mlx(monkeypatch: pytest.MonkeyPat
 def test_damaged_results_are_replaced_and_the_processor_is_not_tested(
     damage: str, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    RESULTS.file.parent.mkdir(parents=True)
-    RESULTS.file.write_text(damage)
+    SELF_TESTS.file.parent.mkdir(parents=True)
+    SELF_TESTS.file.write_text(damage)
     assert way_of_reading() == "in place"
-    assert [result["way"] for result in RESULTS.load().values() if isinstance(result, dict)] == ["in place"]
+    assert [result["way"] for result in SELF_TESTS.load().values() if isinstance(result, dict)] == ["in place"]
     monkeypatch.setattr(selftest, "needs_test", lambda: False)
     monkeypatch.setattr(selftest, "run_selftest", lambda: pytest.fail("tested"))
     assert way_of_reading() == "in place" and reads_directly("auto") and not reads_directly("buffered")

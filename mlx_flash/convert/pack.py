@@ -636,11 +636,13 @@ def _check_target(source: Path, target: Path) -> None:
 def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, ratio: float) -> None:
     """Write everything of the folder that an earlier run has not written."""
     folder, buffer = rewrite.partial, copy_buffer()
-    source, rewritten = checkpoint.directory, {INDEX_NAME, *(shard.path.name for shard in checkpoint.shards)}
-    others = [path for path in source.rglob("*") if not path.is_dir() and path.name not in rewritten]
+    source = checkpoint.directory
+    rewritten = {source / INDEX_NAME, *(shard.path for shard in checkpoint.shards)}
+    kept = [path for path in source.rglob("*") if NOT_COPIED.isdisjoint(path.relative_to(source).parts)]
+    others = [path for path in kept if path not in rewritten and (path.is_symlink() or not path.is_dir())]
     if strange := next((path for path in others if not path.is_file()), None):
         raise CheckpointNotFoundError(
-            f"{strange} is no file that can be copied: a link to nothing, or a device. Hint: remove it."
+            f"{strange} is no file that can be copied: a link to a folder or to nothing, or a device. Hint: remove it."
         )
     nbytes = round(rewrite.missing_bytes * ratio) + sum(path.stat().st_size for path in others)
     if nbytes > (free := free_bytes(folder)):
@@ -649,18 +651,12 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
             "Hint: make room, or name a folder on another disk."
         )
 
-    def left_out(at: str, names: list[str]) -> set[str]:
-        here = Path(at).resolve()
-        above = {name for name in names if here.is_relative_to((here / name).resolve())}  # links that have no end
-        return {*NOT_COPIED, *above, *(rewritten if here == source.resolve() else ())}
-
     rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), progress)
     with write_errors(f"cannot copy the files of {source} to {folder}", AGAIN):
-        mode = folder.stat().st_mode
-        try:
-            shutil.copytree(source, folder, ignore=left_out, dirs_exist_ok=True)
-        finally:
-            folder.chmod(mode)  # copytree takes over the source's, which may allow no writing
+        for path in others:
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
         os.sync()
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):

@@ -269,7 +269,6 @@ class SlotArena:
             self._array = array_over(whole, (self.capacity, pitch))
             finalize(self, _end, self._map)
         self._everything = memory_of(self._array)
-        self._bytes = np.frombuffer(self._everything, np.uint8)
         self._start = _first_page(self._everything)
         use_huge_pages(self._everything[: num_slots * pitch])
         self._pages = PageChoice()
@@ -341,8 +340,7 @@ class SlotArena:
         return Arena(num_slots * self.pitch - DIRECT_ALIGNMENT, pages)
 
     def fill(self, slot: int, byte: int) -> None:
-        first = slot * self.pitch + self._start
-        self._bytes[first : first + self.pitch - DIRECT_ALIGNMENT] = byte
+        np.frombuffer(self.memory(slot), np.uint8)[:] = byte
 
 
 def kernel_alignment() -> int:

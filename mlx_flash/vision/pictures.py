@@ -79,7 +79,11 @@ def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
         with _short_texts(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damage, and of sizes, which are compared with our own limit
             with Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
-                _check_size(image.size, name)
+                if image.width * image.height > MAX_PIXELS:
+                    raise PictureError(
+                        f"{name} has {image.width} x {image.height} pixels, {MAX_PIXELS} are allowed at most. Hint: "
+                        "make it smaller."
+                    )
                 yield image
     except PictureError:
         raise
@@ -103,13 +107,6 @@ def _short_texts() -> Iterator[None]:
             yield
         finally:
             PngImagePlugin.MAX_TEXT_MEMORY = known
-
-
-def _check_size(size: tuple[int, int], name: str) -> None:
-    if size[0] * size[1] > MAX_PIXELS:
-        raise PictureError(
-            f"{name} has {size[0]} x {size[1]} pixels, {MAX_PIXELS} are allowed at most. Hint: make it smaller."
-        )
 
 
 def preparing_bytes(sizes: Iterable[tuple[int, int]]) -> int:

@@ -225,7 +225,6 @@ def test_everything_else_is_copied_and_links_become_files(tmp_path: Path) -> Non
         (source / name).write_text(name)
     for path in real.iterdir():
         (source / path.name).symlink_to(Path("..") / "blobs" / path.name)
-    (source / "code" / "above").symlink_to(source)
     source.chmod(0o555)  # nobody may write to it
     try:
         pack(source, tmp_path / "packed")
@@ -300,9 +299,11 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
         usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000)
         patch.setattr(pack_module.shutil, "disk_usage", lambda path: usage)
         pack(source, tmp_path / "packed")
-    (source / "tokenizer.json").symlink_to("nowhere")
-    with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json is no file that can be copied"):
-        pack(source, tmp_path / "packed")
+    for there in ("nowhere", "..", source):
+        (source / "tokenizer.json").symlink_to(there)
+        with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json is no file that can be copied"):
+            pack(source, tmp_path / "packed")
+        (source / "tokenizer.json").unlink()
     assert not list(tmp_path.rglob("packed*/*.safetensors"))
 
 

@@ -24,7 +24,7 @@ from mlx_flash.kv.owed import Debt, Owed
 from mlx_flash.kv.views import Checkpoints
 from mlx_flash.layout.reachable import nbytes_in
 from mlx_flash.ranks import is_elsewhere
-from mlx_flash.residency.ledger import NewTokens
+from mlx_flash.residency.plan import NewTokens
 from mlx_flash.speculation import OwnGuesses
 
 _MAX_FRAMES = 4

@@ -34,8 +34,7 @@ from mlx_flash.memory.footprint import (
     total_memory,
 )
 from mlx_flash.prefixes.prefixcache import PrefixCache, open_prefixes
-from mlx_flash.residency.ledger import largest_page
-from mlx_flash.residency.plan import Pool, ResidencyPlan
+from mlx_flash.residency.plan import Pool, ResidencyPlan, largest_page
 from mlx_flash.storage.placement import Placement, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher, ReadStats, Ticket
 from mlx_flash.storage.probe import doubt_profile

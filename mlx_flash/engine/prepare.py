@@ -48,9 +48,8 @@ from mlx_flash.ranks import (
     needed_files,
     share_layers,
 )
-from mlx_flash.residency.ledger import for_context
 from mlx_flash.residency.machine import Machine, look_at_machine
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import ResidencyPlan, for_context
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
 from mlx_flash.storage.safetensors import read_checkpoint

@@ -20,9 +20,8 @@ from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import active_memory
 from mlx_flash.memory.footprint import footprint, peak_footprint, release_freed_memory
 from mlx_flash.ranks import Chain, RankFolder
-from mlx_flash.residency.ledger import for_context, refuse_all_but
 from mlx_flash.residency.machine import Machine, has_grown, look_at_memory
-from mlx_flash.residency.plan import ResidencyPlan, in_gb
+from mlx_flash.residency.plan import ResidencyPlan, for_context, in_gb, refuse_all_but
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ModelSizes, measure
 from mlx_flash.storage.safetensors import Checkpoint

@@ -1,6 +1,6 @@
 """The memory of keys and values: settings that give buffers their sizes, and the ledger that adds them up. Pure.
 
-The ledger has what layers take now, and the most that a call needs. :mod:`mlx_flash.residency.ledger` has the other
+The ledger has what layers take now, and the most that a call needs. :mod:`mlx_flash.residency.plan` has the other
 parts of the process.
 """
 

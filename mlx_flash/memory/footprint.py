@@ -22,7 +22,7 @@ import psutil
 
 from mlx_flash.forks import wait_for_finalizers
 from mlx_flash.memory.driver import context_bytes, has_own_memory
-from mlx_flash.memory.kernel import DARWIN_LEVEL, DARWIN_LEVELS, PRESSURE, linux_pressure, sysctl
+from mlx_flash.memory.pagecache import DARWIN_LEVEL, DARWIN_LEVELS, PRESSURE, linux_pressure, sysctl
 
 _PROC = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_flash.memory.kernel import pressure
+from mlx_flash.memory.pagecache import pressure
 from mlx_flash.telemetry import SHORTEST, Facts, Json, Published, Sample, find, ratio, read
 
 

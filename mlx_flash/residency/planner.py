@@ -19,21 +19,27 @@ from mlx_flash.config import GB, FlashConfig, Profile
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.memory.footprint import MemoryReading
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT, round_up
-from mlx_flash.residency.ledger import (
+from mlx_flash.residency.machine import BASE_STEP, Machine
+from mlx_flash.residency.plan import (
     KV_SHARE,
+    MB,
+    PREFILL_STEPS,
     PROMISED_CONTEXT,
     KVShare,
     Ledger,
+    Pool,
+    ResidencyPlan,
+    Streaming,
     check_kv,
+    in_gb,
     in_memory,
     ledger_of,
     on_disk,
     prefix_bytes,
     promised_bytes,
     reader_bytes,
+    round_up_to_mb,
 )
-from mlx_flash.residency.machine import BASE_STEP, Machine
-from mlx_flash.residency.plan import MB, PREFILL_STEPS, Pool, ResidencyPlan, Streaming, in_gb, round_up_to_mb
 from mlx_flash.residency.sizes import ExpertSizes, ModelSizes, TensorSize, UnitSize
 from mlx_flash.speculation import OwnGuesses, worth_guessing
 from mlx_flash.storage.blocks import BLOCK_BYTES

@@ -49,8 +49,7 @@ from mlx_flash.layout.trace import as_it_was, zeros_for, zeros_like
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.model import FlashLLM, ModelFacade, OfLifecycle
-from mlx_flash.residency.ledger import refuse_all_but
-from mlx_flash.residency.plan import ResidencyPlan, in_gb
+from mlx_flash.residency.plan import ResidencyPlan, in_gb, refuse_all_but
 from mlx_flash.storage.placement import Segment, place
 from mlx_flash.storage.safetensors import Checkpoint
 from mlx_flash.streaming.stream import compute

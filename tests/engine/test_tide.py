@@ -27,7 +27,7 @@ from mlx_flash.engine.lifecycle import (
 )
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.footprint import MemoryReading, darwin_reading, read_memory
-from mlx_flash.memory.kernel import linux_pressure
+from mlx_flash.memory.pagecache import linux_pressure
 from mlx_flash.monitor.frames import budget_change
 from mlx_flash.telemetry import budget_of
 from models import LLAMA, same_bits, save

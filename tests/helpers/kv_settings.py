@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.kv.kvpool import Adding, KVPool, PooledCache
-from mlx_flash.residency.ledger import ledger_of
+from mlx_flash.residency.plan import ledger_of
 from mlx_flash.residency.sizes import measure
 from models import LLAMA
 

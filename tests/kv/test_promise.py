@@ -15,7 +15,7 @@ from mlx_flash import BudgetError, FlashConfig, load_model
 from mlx_flash.engine.call import Lane, Row
 from mlx_flash.engine.need import check_least
 from mlx_flash.kv.kvledger import KVOptions
-from mlx_flash.residency.ledger import PROMISED_CONTEXT
+from mlx_flash.residency.plan import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save, stock
 from zoo import configuration
 
@@ -40,7 +40,7 @@ def test_a_prompt_beyond_the_plan_runs_at_the_smallest_budget(
         lengths.extend([call.num_tokens for call in calls][: 1 if calls[0].checkpoints else None])
         finish(row, calls, outcome)
 
-    monkeypatch.setattr("mlx_flash.residency.ledger.PROMISED_CONTEXT", LENGTH + NUM_TOKENS)
+    monkeypatch.setattr("mlx_flash.residency.plan.PROMISED_CONTEXT", LENGTH + NUM_TOKENS)
     monkeypatch.setattr(KVOptions, "under_way_bytes", lambda *_: 4096)  # the buffers are larger than tiny caches
     monkeypatch.setattr(Row, "finish", watched)
     directory, config = save(tmp_path, MODELS[name]), FlashConfig(ram_budget_gb="min", speculation=False)

@@ -24,9 +24,8 @@ from mlx_flash.commands.dispatch import run_command
 from mlx_flash.engine import prepared
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.residency.ledger import PROMISED_CONTEXT
 from mlx_flash.residency.machine import Machine
-from mlx_flash.residency.plan import ResidencyPlan
+from mlx_flash.residency.plan import PROMISED_CONTEXT, ResidencyPlan
 from mlx_flash.residency.planner import make_plan, table_of_budgets
 from mlx_flash.residency.sizes import ModelSizes
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, WIDE_LLAMA, make_random_model, same_bits, save, stock

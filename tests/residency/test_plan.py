@@ -42,9 +42,8 @@ from machines import (
 from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import BudgetError, ConfigError
-from mlx_flash.residency.ledger import KV_SHARE
 from mlx_flash.residency.machine import Machine
-from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
+from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, KV_SHARE, PREFILL_STEPS, ResidencyPlan, in_gb, in_mb
 from mlx_flash.residency.planner import (
     ACTIVATION_SHARE,
     CONTEXT_LENGTHS,

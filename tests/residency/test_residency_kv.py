@@ -16,7 +16,7 @@ from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.kv.kvpool import make_caches
-from mlx_flash.residency.ledger import check_kv, in_memory, ledger_of, on_disk
+from mlx_flash.residency.plan import check_kv, in_memory, ledger_of, on_disk
 from mlx_flash.residency.sizes import ModelSizes, measure
 from models import LLAMA, save
 

@@ -10,8 +10,8 @@ from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.layout.parts import Held
-from mlx_flash.residency.ledger import DENSE_PAGE_BYTES, prefix_bytes
 from mlx_flash.residency.machine import Machine
+from mlx_flash.residency.plan import DENSE_PAGE_BYTES, prefix_bytes
 from mlx_flash.residency.planner import make_plan
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes
 from mlx_flash.storage.probe import DiskProfile

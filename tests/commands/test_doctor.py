@@ -20,7 +20,7 @@ from mlx_flash.errors import BudgetError
 from mlx_flash.memory import footprint
 from mlx_flash.monitor.rates import SystemMemory
 from mlx_flash.residency.planner import make_plan, table_of_budgets
-from mlx_flash.storage import probe, selftest
+from mlx_flash.storage import probe
 from mlx_flash.storage.probe import Disk, DiskProfile, SelfTest
 from models import LLAMA, save
 
@@ -39,9 +39,9 @@ OLD = {"versions": {**FOUND.versions["versions"], "mlx_lm": "0.31.9"}}
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "ROUNDS", 2)
-    monkeypatch.setattr(selftest, "CASES", ((64 << 10, 4, True),))
-    monkeypatch.setattr(selftest, "NUM_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "SELF_TEST_ROUNDS", 2)
+    monkeypatch.setattr(probe, "CASES", ((64 << 10, 4, True),))
+    monkeypatch.setattr(probe, "NUM_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(probe, "SAMPLE_BYTES", 1 << 20)
 
 

@@ -114,17 +114,8 @@ def test_wired_limit_is_that_of_metal_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(footprint.mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(footprint.mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GB})
 
-    class System:
-        def __init__(self, megabytes: int) -> None:
-            self.megabytes = megabytes
-
-        def sysctlbyname(self, name: bytes, value: Any, *_: Any) -> int:
-            assert name == b"iogpu.wired_limit_mb"
-            value._obj.value = self.megabytes
-            return 0
-
     for megabytes, expected in ((0, 11 * GB), (12_000, 12_000 << 20)):
-        monkeypatch.setattr(footprint.ctypes, "CDLL", lambda _, megabytes=megabytes: System(megabytes))
+        monkeypatch.setattr(footprint, "sysctl", {"iogpu.wired_limit_mb": megabytes}.__getitem__)
         assert footprint.wired_limit() == expected
         monkeypatch.setattr(
             footprint.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GB, available=20 * GB)

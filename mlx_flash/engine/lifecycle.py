@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,39 +53,8 @@ PRESSURE_STEP = 0.1
 PRESSURE_SECONDS = 10.0
 """Time between two such steps: the pressure is an average over as long."""
 
-CALM_SECONDS = 30.0
-MOST_CALM_SECONDS = 960.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tide:
-    """The budget and what it depends on."""
-
-    budget: int
-    since: float  # when the calm period began, in seconds
-    lowest: float = math.inf  # the least room since then
-    calm: float = CALM_SECONDS  # length of a calm period
-    raised_at: float = -math.inf
-    fallen_at: float = -math.inf
-
-    def after(self, reading: MemoryReading, held: int, now: float) -> Tide:
-        """Return the tide after a look at the machine, given the footprint of this process and the time in seconds."""
-        room = reading.room(held)
-        if reading.pressure >= HIGH_PRESSURE:
-            is_due = now - self.fallen_at >= PRESSURE_SECONDS
-            room = min(room, int(self.budget * (1 - PRESSURE_STEP * is_due)))
-        if room < self.budget * (1 - DEADBAND):
-            has_just_risen = now - self.raised_at < 2 * self.calm
-            calm = min(2 * self.calm, MOST_CALM_SECONDS) if has_just_risen else self.calm
-            return replace(self, budget=room, since=now, lowest=math.inf, calm=calm, fallen_at=now)
-        lowest = min(self.lowest, room)
-        if now - self.since < self.calm:
-            return replace(self, lowest=lowest)
-        if lowest > self.budget * (1 + DEADBAND):
-            calm = CALM_SECONDS if now - self.fallen_at > MOST_CALM_SECONDS else self.calm
-            return replace(self, budget=int(lowest), since=now, lowest=math.inf, calm=calm, raised_at=now)
-        return replace(self, since=now, lowest=math.inf)
-
+CALM_SECONDS = 60.0
+"""Time in which there is more room before the budget rises. A program that comes and goes more often holds it down."""
 
 T = TypeVar("T")
 
@@ -457,7 +426,10 @@ class ModelManager:
 
 
 class Watcher:
-    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes."""
+    """A thread that watches the machine's memory, and changes the budget of a manager's models between passes.
+
+    The budget falls to the room at once. It rises once there was more for a calm period, to the least of that time.
+    """
 
     def __init__(
         self,
@@ -467,11 +439,8 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reading: MemoryReading | None = None  # the last look; None before the first one
-        self._manager = manager
-        self._read = read
-        self._held = held
-        self._clock = clock
-        self._tide: Tide | None = None
+        self._manager, self._read, self._held, self._clock = manager, read, held, clock
+        self._calm_since, self._least_room, self._fallen_at = clock(), math.inf, -math.inf
         self._thread = threading.Thread(target=self._run, name="mlx-flash-watcher", daemon=True)
 
     @property
@@ -484,14 +453,28 @@ class Watcher:
         self._thread.start()
 
     def look(self) -> None:
-        budget = self._manager.budget_bytes
-        tide = self._tide if self._tide is not None and self._tide.budget == budget else Tide(budget, self._clock())
+        budget, now = self._manager.budget_bytes, self._clock()
         self.reading = self._read()
-        self._tide = tide.after(self.reading, self._held(), self._clock())
-        wanted = max(self._tide.budget, self._manager.least_budget)
+        wanted = max(self._wanted(budget, self.reading, now), self._manager.least_budget)
         if wanted != budget:
             self._manager.set_ram_budget(wanted / 1e9, "others need memory" if wanted < budget else "memory is free")
-        self._tide = replace(self._tide, budget=self._manager.budget_bytes)
+
+    def _wanted(self, budget: int, reading: MemoryReading, now: float) -> int:
+        room = reading.room(self._held())
+        if reading.pressure >= HIGH_PRESSURE:
+            is_due = now - self._fallen_at >= PRESSURE_SECONDS
+            room = min(room, int(budget * (1 - PRESSURE_STEP * is_due)))
+        if room > budget * (1 + DEADBAND):
+            self._least_room = min(self._least_room, room)
+            if now - self._calm_since < CALM_SECONDS:
+                return budget
+            room = int(self._least_room)
+        elif room < budget * (1 - DEADBAND):
+            self._fallen_at = now
+        else:
+            room = budget
+        self._calm_since, self._least_room = now, math.inf
+        return room
 
     def _run(self) -> None:
         while self._manager.budget_bytes:

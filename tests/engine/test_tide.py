@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, count
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,15 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import children
 from mlx_flash import FlashConfig, load_model
 from mlx_flash import telemetry as facts
-from mlx_flash.engine.lifecycle import (
-    CALM_SECONDS,
-    DEADBAND,
-    HIGH_PRESSURE,
-    MOST_CALM_SECONDS,
-    ModelManager,
-    Tide,
-    Watcher,
-)
+from mlx_flash.engine.lifecycle import CALM_SECONDS, DEADBAND, HIGH_PRESSURE, ModelManager, Watcher
 from mlx_flash.memory import footprint as footprint_module
 from mlx_flash.memory.footprint import MemoryReading, darwin_reading, read_memory
 from mlx_flash.memory.pagecache import linux_pressure
@@ -40,58 +33,11 @@ free = st.integers(0, TOTAL)
 pressures = st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.5])
 
 
-@settings(max_examples=150, deadline=None)
-@given(start=st.integers(1, TOTAL), looks=st.lists(st.tuples(free, pressures, st.integers(1, 40)), max_size=60))
-def test_it_falls_at_once_and_rises_after_a_calm_period(start: int, looks: list[tuple[int, float, int]]) -> None:
-    now, tide = 0.0, Tide(start, 0.0)
-    rooms: list[tuple[float, int]] = []
-    rises: list[float] = []
-    for available, pressure, seconds in looks:
-        now += seconds
-        reading, held = MemoryReading(TOTAL, available, pressure), tide.budget // 2
-        before, tide = tide, tide.after(reading, held, now)
-        room = reading.room(held)
-        rooms.append((now, room))
-        assert tide.budget <= max(before.budget, 0.8 * TOTAL)
-        assert CALM_SECONDS <= tide.calm <= MOST_CALM_SECONDS
-        if room < before.budget * (1 - DEADBAND):
-            assert tide.budget <= room
-        if tide.budget > before.budget:
-            assert pressure < HIGH_PRESSURE
-            assert tide.budget > before.budget * (1 + DEADBAND)
-            assert all(tide.budget <= room for at, room in rooms if at > now - CALM_SECONDS)
-            assert all(now - at >= CALM_SECONDS for at in rises)
-            rises.append(now)
-
-
-@given(available=free, budget=st.integers(1, TOTAL))
-def test_a_machine_that_does_not_change_ends_the_changes(available: int, budget: int) -> None:
-    """The process holds its budget; the rest is what others leave."""
-    others = min(available, TOTAL)
-    tide, budgets = Tide(budget, 0.0), []
-    for now in range(1, 300):
-        reading = MemoryReading(TOTAL, max(0, others - tide.budget))
-        tide = tide.after(reading, min(tide.budget, others), float(now))
-        budgets.append(tide.budget)
-    assert len(set(budgets[-100:])) == 1
-
-
-def test_pressure_lowers_the_budget_in_steps() -> None:
-    tide, calm = Tide(8 * GB, 0.0), MemoryReading(TOTAL, TOTAL, 0.5)
-    budgets = []
-    for now in range(1, 32):
-        tide = tide.after(calm, 0, float(now))
-        budgets.append(tide.budget)
-    assert budgets[0] == 7.2 * GB and len(set(budgets)) == 4 and min(budgets) > 5 * GB
-
-
 class FakeManager:
-    """A manager whose models take any budget above 1 GB."""
+    """A manager whose models take any budget above the least."""
 
-    least_budget = GB
-
-    def __init__(self, budget: int) -> None:
-        self.budget_bytes = budget
+    def __init__(self, budget: int, least_budget: int = 0) -> None:
+        self.budget_bytes, self.least_budget = budget, least_budget
         self.changes: list[int] = []
 
     def set_ram_budget(self, ram_budget_gb: float, reason: str) -> None:
@@ -99,45 +45,74 @@ class FakeManager:
         self.changes.append(self.budget_bytes)
 
 
-def watched(manager: FakeManager, hog: Callable[[int], int], seconds: int) -> list[int]:
-    """Return the budget after each second on a machine where another program holds some memory."""
+def watched(
+    manager: FakeManager, look: Callable[[], MemoryReading], times: Iterable[int], share: float = 1.0
+) -> Iterator[int]:
+    """Yield each second of some that a watcher looks at. The process holds a share of its budget."""
     now = 0
-    budgets = []
-
-    def read() -> MemoryReading:
-        return MemoryReading(TOTAL, TOTAL - hog(now) - manager.budget_bytes)
-
-    watcher = Watcher(manager, read, lambda: manager.budget_bytes, lambda: float(now))
-    for second in range(seconds):
-        now = second
+    watcher = Watcher(manager, look, lambda: int(share * manager.budget_bytes), lambda: float(now))
+    for now in times:
         watcher.look()
-        budgets.append(manager.budget_bytes)
-    return budgets
+        yield now
 
 
-def test_a_hog_is_answered_at_once_and_more_and_more_slowly() -> None:
+@settings(max_examples=150, deadline=None)
+@given(start=st.integers(1, TOTAL), looks=st.lists(st.tuples(free, pressures, st.integers(1, 40)), max_size=60))
+def test_it_falls_at_once_and_rises_after_a_calm_period(start: int, looks: list[tuple[int, float, int]]) -> None:
+    manager, readings = FakeManager(start), iter([MemoryReading(TOTAL, *given) for *given, _ in looks])
+    rooms, changes, before, last = list[tuple[int, int]](), list[int](), start, MemoryReading(TOTAL, 0)
+
+    def look() -> MemoryReading:
+        nonlocal last
+        last = next(readings)
+        rooms.append((0, last.room(before // 2)))
+        return last
+
+    for now in watched(manager, look, accumulate(seconds for *_, seconds in looks), 0.5):
+        rooms[-1], budget = (now, rooms[-1][1]), manager.budget_bytes
+        if rooms[-1][1] < before * (1 - DEADBAND):
+            assert budget <= rooms[-1][1]
+        if budget > before:
+            assert last.pressure < HIGH_PRESSURE and budget > before * (1 + DEADBAND)
+            assert all(budget <= room for at, room in rooms if at > now - CALM_SECONDS)
+            assert all(now - at >= CALM_SECONDS for at in changes[-1:])
+        changes += [now] * (budget != before)
+        before = budget
+
+
+@given(available=free, budget=st.integers(1, TOTAL))
+def test_a_machine_that_does_not_change_ends_the_changes(available: int, budget: int) -> None:
+    """The process holds its budget; the rest is what others leave."""
+    manager = FakeManager(budget)
+    seconds = watched(manager, lambda: MemoryReading(TOTAL, max(0, available - manager.budget_bytes)), range(1, 300))
+    assert len({manager.budget_bytes for second in seconds if second >= 200}) == 1
+
+
+def test_pressure_lowers_the_budget_in_steps() -> None:
+    manager = FakeManager(8 * GB)
+    list(watched(manager, lambda: MemoryReading(TOTAL, TOTAL, 0.5), range(1, 32)))
+    assert manager.changes[0] == 7.2 * GB and len(manager.changes) == 4 and min(manager.changes) > 5 * GB
+
+
+def beside(manager: FakeManager, hog: Callable[[int], int], seconds: int) -> list[int]:
+    """Return the budget after each second on a machine where another program holds some memory."""
+    clock = count()
+    look = lambda: MemoryReading(TOTAL, TOTAL - hog(next(clock)) - manager.budget_bytes)  # noqa: E731
+    return [manager.budget_bytes for _ in watched(manager, look, range(seconds))]
+
+
+def test_a_hog_is_answered_at_once_and_does_not_swing_the_budget() -> None:
+    for period in (1, 50):  # it comes and goes
+        manager = FakeManager(12 * GB)
+        budgets = beside(manager, lambda now, period=period: 6 * GB * (now // period % 2), 600)
+        assert len(manager.changes) == 1 and budgets[-1] == pytest.approx(16 * GB - 6 * GB - 1.6 * GB)
     manager = FakeManager(12 * GB)
-    budgets = watched(manager, lambda now: 6 * GB * (now % 2), 600)  # it comes and goes every second
-    assert len(manager.changes) == 1 and budgets[-1] == pytest.approx(16 * GB - 6 * GB - 1.6 * GB)
-    manager = FakeManager(12 * GB)
-    budgets = watched(manager, lambda now: 8 * GB if 10 <= now < 100 else 0, 200)
+    budgets = beside(manager, lambda now: 8 * GB if 10 <= now < 100 else 0, 200)
     assert budgets[9] == 12 * GB and budgets[10] == pytest.approx(6.4 * GB) == budgets[99]
     assert budgets[-1] == pytest.approx(12.8 * GB) and len(manager.changes) == 2
-    assert budgets.index(budgets[-1], 100) <= 100 + 2 * CALM_SECONDS + 1
-    manager = FakeManager(12 * GB)
-    watched(manager, lambda now: 8 * GB * (now // 50 % 2), 3600)
-    assert 2 <= len(manager.changes) <= 8  # the hog comes 36 times
-    manager = FakeManager(4 * GB)
-    assert watched(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "calm"), [(4 * CALM_SECONDS, 4 * CALM_SECONDS), (MOST_CALM_SECONDS + 1, CALM_SECONDS)]
-)
-def test_a_calm_period_that_grew_is_short_again_long_after_the_last_fall(seconds: float, calm: float) -> None:
-    tide = Tide(4 * GB, since=0.0, calm=4 * CALM_SECONDS, fallen_at=0.0)
-    risen = tide.after(MemoryReading(TOTAL, TOTAL, 0.0), 0, seconds)
-    assert risen.budget > tide.budget and risen.calm == calm
+    assert budgets.index(budgets[-1], 100) <= 100 + CALM_SECONDS + 1
+    manager = FakeManager(4 * GB, least_budget=GB)
+    assert beside(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
 
 
 def test_pressure_of_linux(tmp_path: Path) -> None:

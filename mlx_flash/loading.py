@@ -12,8 +12,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.lifecycle import ModelManager
-from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate

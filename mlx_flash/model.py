@@ -23,8 +23,7 @@ from mlx_flash.engine.call import DroppedResult, ForwardCall, Row, parse_call, r
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepare import prepare_loaded
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared, prepare_loaded
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.kvpool import make_caches

@@ -96,10 +96,10 @@ def turns(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
 
 def load_tokenizer(path: Path, args: argparse.Namespace, config: FlashConfig | None = None) -> Any:
     """Return mlx-lm's tokenizer, as ``mlx_lm.generate`` loads it. With a config, its budget is checked first."""
-    from mlx_flash.engine import prepared
+    from mlx_flash.engine import prepare
 
     trust = vars(args).get("trust_remote_code", False)  # commands without the flag do not
-    return prepared.load_tokenizer(path, {"trust_remote_code": trust}, config)
+    return prepare.load_tokenizer(path, {"trust_remote_code": trust}, config)
 
 
 def tokenizer_if_any(path: Path, args: argparse.Namespace) -> Any:

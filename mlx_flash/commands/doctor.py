@@ -35,8 +35,7 @@ from mlx_flash.commands.vision import is_vision, prepare_model, sampled
 from mlx_flash.compat.require import TESTED
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.prepare import layer_bytes, share_equally
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared, layer_bytes, share_equally
 from mlx_flash.files import cache_directory
 from mlx_flash.generation import generate_step
 from mlx_flash.loading import load_model

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_flash.commands.common import Status, make_config
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.errors import ConfigError
 from mlx_flash.vision.detect import check_installed, loads_with_vlm
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared
 from mlx_flash.enginethread import Progress
 from mlx_flash.experts.expertlayers import Experts
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool

@@ -26,7 +26,7 @@ from mlx_flash.config import GB, FlashConfig, parse_budget
 from mlx_flash.engine.call import parse_call
 from mlx_flash.engine.engine import Engine
 from mlx_flash.engine.passes import PassCounters, Passes
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import BEFORE_LOADING, Prepared
 from mlx_flash.engine.status import Status
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ClosedError, ConfigError, FlashError
@@ -497,3 +497,6 @@ def make_room() -> None:
             _CLOSED.clear()
     wait_for_finalizers()  # which leave the ends of models to the engine thread
     enginethread.run(_OF_PROCESS.end_loans)
+
+
+BEFORE_LOADING.append(make_room)

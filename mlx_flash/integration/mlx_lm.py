@@ -19,8 +19,7 @@ from mlx_flash.compat.callers import calling_modules, refuse_writers
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step, stock_speculative_generate_step
 from mlx_flash.compat.loaders import WRITERS, Change, LoadModel, current_load_model, stock_sharded_load
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.prepared import counted, load_tokenizer
+from mlx_flash.engine.prepare import counted, load_tokenizer, prepare, resolve
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import SharingGenerator, generate_step, speculative_generate_step
 from mlx_flash.integration.mlx_vlm import patch_vlm, restore_vlm

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_flash.config import FlashConfig
-from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, ConfigError
 from mlx_flash.layout.load import model_name

@@ -36,8 +36,7 @@ from mlx_flash.engine.call import ForwardCall, result_is_dropped
 from mlx_flash.engine.engine import bind_views
 from mlx_flash.engine.lifecycle import Lifecycle
 from mlx_flash.engine.passes import Passes
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError, FlashError
 from mlx_flash.kv.kvpool import make_caches

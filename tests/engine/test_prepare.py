@@ -16,8 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 import mlx_flash
 from mlx_flash import BudgetError, CheckpointError, CheckpointNotFoundError, FlashConfig, apply_flash_patch
 from mlx_flash.engine import prepare as preparing
-from mlx_flash.engine.prepare import prepare, resolve
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.footprint import footprint
 from mlx_flash.residency import machine

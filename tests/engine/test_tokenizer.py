@@ -15,9 +15,8 @@ import children
 from mlx_flash import BudgetError, CheckpointError, FlashConfig, apply_flash_patch, load
 from mlx_flash.compat import tokenizers
 from mlx_flash.compat.tokenizers import without_model
-from mlx_flash.engine import prepared
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine import prepare as preparing
+from mlx_flash.engine.prepare import load_tokenizer, prepare
 from models import LLAMA, save
 from vocabularies import write_tokenizer
 
@@ -40,7 +39,7 @@ MEASURED = """
 import sys
 from mlx_flash import FlashConfig, load
 from mlx_flash.memory.footprint import footprint, peak_footprint
-import mlx_flash.engine.prepared
+import mlx_flash.engine.prepare
 before = footprint()
 model, tokenizer = load(sys.argv[1], FlashConfig(ram_budget_gb="min"))
 with model:
@@ -76,15 +75,15 @@ def test_smallest_budget_holds_a_large_tokenizer_and_its_loading(large: Path, pr
 def test_budget_below_the_cost_of_the_tokenizer_is_refused_before_it_is_loaded(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "footprint", lambda: 150_000_000)
-    monkeypatch.setattr(prepared, "active_memory", lambda: 0)  # other tests may have left arrays
+    monkeypatch.setattr(preparing, "footprint", lambda: 150_000_000)
+    monkeypatch.setattr(preparing, "active_memory", lambda: 0)  # other tests may have left arrays
     monkeypatch.setattr(tokenizers, "stock_load_tokenizer", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(BudgetError, match=r"0\.3, but loading the tokenizer .*tokenizer\.json holds 7.* values\. Hint"):
         load(str(large), FlashConfig(ram_budget_gb=0.3))
 
 
 def test_plans_count_the_peak_of_loading(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prepared._REACHED, small.resolve(), 5_001_000_000)
+    monkeypatch.setitem(preparing._REACHED, small.resolve(), 5_001_000_000)
     plan = prepare(small, FlashConfig(ram_budget_gb="min")).plan
     assert plan.budget_bytes == plan.minimum_bytes == 5_008_000_000
     assert prepare(small, FlashConfig(ram_budget_gb=5.008)).plan.minimum_bytes == 5_008_000_000

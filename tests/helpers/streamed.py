@@ -10,8 +10,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_flash import FlashConfig, FlashLLM, ReadError
-from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.prepared import Prepared
+from mlx_flash.engine.prepare import Prepared, prepare
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import trunk_of
 from mlx_flash.residency.plan import Pool, ResidencyPlan

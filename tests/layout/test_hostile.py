@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer
 from mlx_flash.errors import CheckpointError
 from mlx_flash.layout.load import load_config, load_lazily
 from mlx_flash.storage.safetensors import read_checkpoint

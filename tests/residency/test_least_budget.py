@@ -21,7 +21,7 @@ from adapters import save_adapter
 from machines import make_machine, make_model
 from mlx_flash import FlashConfig, generate_step, load_model
 from mlx_flash.commands.dispatch import run_command
-from mlx_flash.engine import prepared
+from mlx_flash.engine import prepare as preparing
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.layout.cachesizes import CacheSizes
 from mlx_flash.residency.machine import Machine
@@ -211,7 +211,7 @@ def test_every_command_names_the_same_smallest_budget(
 ) -> None:
     """It was 0.217 in plan, 0.213 in a measured run and 0.161 in generate."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 400_000_000)  # the process grows
-    monkeypatch.setattr(prepared, "footprint", lambda: 100_000_000)
+    monkeypatch.setattr(preparing, "footprint", lambda: 100_000_000)
     monkeypatch.setattr("sys.stdin", io.StringIO("a"))
     model = make_random_model(tmp_path / "model", "--layers=4", "--hidden-size=128", "--heads=4", "--kv-heads=2")
     named = {}

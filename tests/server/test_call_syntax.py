@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from call_forms import FUNCTIONS, STOCK, TEMPLATES, rendered, stock_answer, tokenizer_of
 from live import Live
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer
 from mlx_flash.server.events import Piece, ToolCall
 from mlx_flash.server.text import Part, StopTexts, TextStream
 from scripted import saying

@@ -15,7 +15,7 @@ import pytest
 from call_forms import LLAMA, TEMPLATES
 from dialects import events_of, text_of
 from live import Live, live
-from mlx_flash.engine.prepared import load_tokenizer
+from mlx_flash.engine.prepare import load_tokenizer
 from mlx_flash.errors import RefusedError
 from mlx_flash.server.grammar import json_grammar
 from mlx_flash.server.request import GenerationRequest

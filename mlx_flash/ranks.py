@@ -39,7 +39,7 @@ from mlx_flash.layout.load import iter_parameters
 from mlx_flash.layout.parts import ModelLayout, Unit
 from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
-from mlx_flash.layout.trace import zeros_like
+from mlx_flash.layout.units import zeros_like
 from mlx_flash.storage.safetensors import Checkpoint, read_shard
 
 TICK_SECONDS = 1.0

@@ -35,7 +35,7 @@ from mlx_flash.layout import hub
 from mlx_flash.layout.hub import NOT_FOUND_ERRORS, download, is_downloaded, missing_bytes, not_found
 from mlx_flash.layout.load import METADATA_SUFFIXES, write_stand_in
 from mlx_flash.layout.names import Known, known_models
-from mlx_flash.layout.trace import RESULTS as HELD
+from mlx_flash.layout.units import RESULTS as HELD
 from mlx_flash.memory.footprint import MemoryReading, available_memory, footprint, total_memory
 from mlx_flash.modelfile.parse import (
     create_model,

@@ -12,9 +12,8 @@ import mlx.nn as nn
 from mlx_flash.config import FlashConfig
 from mlx_flash.engine.prepare import Prepared
 from mlx_flash.enginethread import Progress
-from mlx_flash.experts.expertlayers import Experts
+from mlx_flash.experts.expertlayers import Experts, make_pooled
 from mlx_flash.experts.pool import READS_PAST_CACHE, ExpertPool
-from mlx_flash.experts.pooledstacks import make_pooled
 from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.kv.kvpool import KVPool, KVUsage
 from mlx_flash.layout.load import reads_explained

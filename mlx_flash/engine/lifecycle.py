@@ -34,6 +34,7 @@ from mlx_flash.forks import finalize, wait_for_finalizers
 from mlx_flash.kv.disk import WriteGovernor
 from mlx_flash.kv.growth import tokens_fit
 from mlx_flash.kv.kvpool import KVPool
+from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.logs import log
 from mlx_flash.memory.footprint import MemoryReading, footprint, free_unused, read_memory
@@ -78,7 +79,6 @@ class Lifecycle:
     def __init__(self, prepared: Prepared, config: FlashConfig, name: str) -> None:
         self.prepared = prepared
         self.config = config
-        self._plan, self.layout = prepared.plan, prepared.layout
         self.promised_bytes = 0
         self._started: list[Engine] = []  # the engine, also while it starts
         self.engine: Engine | None = None
@@ -100,13 +100,17 @@ class Lifecycle:
     @property
     def plan(self) -> ResidencyPlan:
         """The weights in memory, and those that are not. Made anew by :meth:`start`; another one adapts the engine."""
-        return self._plan
+        return self.prepared.plan
 
     @plan.setter
     def plan(self, plan: ResidencyPlan) -> None:
-        self._plan = plan
+        self.prepared = replace(self.prepared, plan=plan)
         if self.engine is not None:
             self.engine.adapt(plan)
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.prepared.layout
 
     def start(self, progress: Progress | None = None) -> None:
         """Start the model, and all others that wait. As :meth:`FlashLLM.start`."""
@@ -129,8 +133,7 @@ class Lifecycle:
             raise _closed()
         self._stop()  # one whose start an interrupt has cut in two, where a program's own thread starts the model
         if not self._is_planned:
-            self.prepared = self.prepared.renewed(self.config, promised_bytes)
-            self.plan, self.promised_bytes = self.prepared.plan, promised_bytes
+            self.prepared, self.promised_bytes = self.prepared.renewed(self.config, promised_bytes), promised_bytes
         self.carry_out(self.prepared, progress)
 
     def carry_out(self, prepared: Prepared, progress: Progress | None = None) -> None:
@@ -144,7 +147,7 @@ class Lifecycle:
             sections |= {} if engine.prefixes is None else {"prefixes": engine.prefixes.telemetry}
             status = Status(self.name, engine, self.counters, prepared.layout, _running, sections)
             engine.publish(status.collect)
-        self.layout, self.plan = prepared.layout, prepared.plan
+        self.prepared = prepared
         self.times = Times(self.plan.seconds, self.plan.row_seconds)
         self.passes = Passes(prepared.loaded.called, engine, self.counters, self.times)
         self.engine = engine
@@ -222,8 +225,7 @@ class Lifecycle:
                     self.plan = adapted
                     self.engine.lending.recall(footprint() - nbytes)
                     return
-            self.prepared = self.prepared.planned(self.config, base_bytes)
-            self.plan, self._is_planned = self.prepared.plan, is_alone
+            self.prepared, self._is_planned = self.prepared.planned(self.config, base_bytes), is_alone
             self.promised_bytes = 0
             self.engine = None
             self._stop()

@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
-from mlx.utils import tree_map
-
-from mlx_flash.compat.arrays import result_bytes, tape_of
-from mlx_flash.compat.loaders import ADAPTED, adapted_part, adapted_product
 from mlx_flash.errors import CheckpointError, FlashError
 from mlx_flash.layout.load import UNCLEAR_ERRORS, read_object
-from mlx_flash.layout.parts import CallTrace, Parameter
-from mlx_flash.layout.trace import zeros_for
 from mlx_flash.storage.safetensors import read_shard, refuse_unreadable
-
-
-def find_adapted(modules: Sequence[nn.Module], trace: CallTrace) -> tuple[nn.Module, ...]:
-    """Return the adapters that make a whole matrix in each call. An embedding that only looks up rows makes none."""
-    parts = [(module, adapted_part(module)) for module in modules if isinstance(module, ADAPTED)]
-    return tuple(
-        module
-        for module, part in parts
-        if id(module) in trace.called and not trace.covers(part, [(id(part), "weight")])
-    )
-
-
-def adapted_bytes(modules: Sequence[nn.Module], parameters: Sequence[Parameter]) -> int:
-    """Return the most bytes of the results of one adapter. Nothing is computed."""
-    if not modules:
-        return 0
-    found: dict[object, int] = {}
-    with zeros_for(parameters):
-        for module in modules:
-            key = str(tree_map(lambda array: (array.shape, array.dtype), module.parameters()))
-            if key not in found:
-                product, x = adapted_product(module)
-                found[key] = result_bytes(tape_of(product, [x]))
-    return max(found.values())
-
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapters.safetensors"
 

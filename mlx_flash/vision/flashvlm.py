@@ -44,7 +44,7 @@ from mlx_flash.layout.load import LoadedModel, Sources, checked_config, failure_
 from mlx_flash.layout.parts import Parameter, Unit
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.layout.swap import SwappedClass, own_class, restore_class, swap_class
-from mlx_flash.layout.trace import as_it_was, zeros_for, zeros_like
+from mlx_flash.layout.units import as_it_was, zeros_for, zeros_like
 from mlx_flash.memory.arena import Arena, kernel_alignment
 from mlx_flash.memory.footprint import footprint, release_freed_memory
 from mlx_flash.model import FlashLLM, ModelFacade, OfLifecycle

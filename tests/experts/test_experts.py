@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,9 +30,9 @@ from faulty import Disk
 from mlx_flash import ReadError, enginethread
 from mlx_flash.commands.verify import ByteCheck
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts import pooledstacks
+from mlx_flash.experts import expertlayers
+from mlx_flash.experts.expertlayers import PooledStacks
 from mlx_flash.experts.pool import ABSENT, READS_PAST_CACHE
-from mlx_flash.experts.pooledstacks import PooledStacks
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.units import make_layout
 from mlx_flash.memory.arena import Arena, SlotArena, StackArena
@@ -188,10 +188,9 @@ def test_adapters_of_experts_equal_resident(
         layouts.append(make_layout(loaded))
         return layouts[-1]
 
-    for module in ("prepare", "prepared"):
-        place = f"mlx_flash.engine.{module}"
-        monkeypatch.setattr(f"{place}.make_layout", laid_out)
-        monkeypatch.setattr(f"{place}.make_plan", lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots))
+    monkeypatch.setattr("mlx_flash.engine.prepare.make_layout", laid_out)
+    planned = lambda *args: pooled(make_plan(*args), layouts[-1], pool_slots)  # noqa: E731
+    monkeypatch.setattr("mlx_flash.engine.prepare.make_plan", planned)
     with mlx_flash.load_model(directory, config(), adapter_path=str(tmp_path))[0] as model:
         assert not find_difference(expected, trace(model, CALLS))
         small = [[p.name for p in stack.unit.small] for stack in model.layout.experts]
@@ -324,7 +323,7 @@ def test_another_budget_gives_stacks_no_more_slots_than_mlx_can_count(
 ) -> None:
     with with_pool(quantized, 24) as model:
         most_bytes = 20 * max(pool_of(model).layers[0].widths)
-    monkeypatch.setattr(pooledstacks, "_MOST_ITEMS", most_bytes // 4)
+    monkeypatch.setattr(expertlayers, "_MOST_ITEMS", most_bytes // 4)
     with with_pool(quantized, 24) as model:
         assert model.engine is not None
         lending, slots = model.engine.lending, pool_of(model).slots
@@ -368,16 +367,16 @@ def test_slots_of_a_trial_leave_before_the_pool_comes(
         left.append(weakref.ref(array))
         return array
 
-    def arena(kind: Any, *args: Any) -> Any:
+    def begin(own: Any, self: Any, *args: Any) -> None:
         if left:
             found.append(not any(array() is not None for array in left))
-        return kind(*args)
+        own(self, *args)
 
     init, real_view = PooledStacks.__init__, SlotArena.view
     monkeypatch.setattr(PooledStacks, "__init__", tried)
     monkeypatch.setattr(SlotArena, "view", view)
-    monkeypatch.setattr(pooledstacks, "SlotArena", partial(arena, SlotArena))
-    monkeypatch.setattr(pooledstacks, "StackArena", partial(arena, StackArena))
+    for kind in (SlotArena, StackArena):
+        monkeypatch.setattr(kind, "__init__", partialmethod(partial(begin, kind.__init__)))
     gc.disable()
     try:
         with with_pool(quantized, 24) as model:
@@ -389,8 +388,8 @@ def test_slots_of_a_trial_leave_before_the_pool_comes(
 
 @pytest.mark.usefixtures("in_stacks")
 def test_a_back_end_is_tried_with_few_slots(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = noted(monkeypatch, pooledstacks, "SlotArena", lambda num_slots, *_: num_slots)
-    monkeypatch.setattr(pooledstacks, "_TRIED_BYTES", 1)
+    made = noted(monkeypatch, expertlayers, "SlotArena", lambda num_slots, *_: num_slots)
+    monkeypatch.setattr(expertlayers, "_TRIED_BYTES", 1)
     with with_pool(quantized, 24) as model:
         assert pool_of(model).slots.num_slots == 24
     assert made == [1]

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 import zoo
 from expert_pools import pool_of, with_pool
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, ranks_of
+from mlx_flash.experts.expertlayers import CAREFUL_ODDS, EVEN_ODDS, Guess, Lookahead, Odds, PooledStacks, ranks_of
 from mlx_flash.experts.pool import ABSENT
-from mlx_flash.experts.pooledstacks import PooledStacks
-from mlx_flash.layout.trace import scores_of
+from mlx_flash.layout.units import scores_of
 from mlx_flash.model import FlashLLM
 from models import QWEN3_MOE, run, same_bits, stock
 from models import save as save_tiny
@@ -153,7 +152,7 @@ def test_bad_predictions_are_not_read(tiny: Path) -> None:
 
 
 def test_full_shape_calls_are_not_predicted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_flash.experts.pooledstacks.try_slots", lambda module, first: False)
+    monkeypatch.setattr("mlx_flash.experts.expertlayers.try_slots", lambda module, first: False)
     with with_pool(tiny, 24) as model:
         assert same_bits(run(model, TOKENS[:20]), run(stock(tiny), TOKENS[:20]))
         stats = pool_of(model).stats

@@ -17,8 +17,8 @@ from mlx_lm.models import switch_layers
 
 from expert_pools import check_slots, pool_of, with_pool
 from mlx_flash import FlashLLM
+from mlx_flash.experts.expertlayers import rows_in_place
 from mlx_flash.experts.pool import ABSENT
-from mlx_flash.experts.pooledstacks import rows_in_place
 from mlx_flash.storage.placement import Segment, place
 from mlx_flash.storage.prefetcher import BackgroundPrefetcher
 from mlx_flash.storage.safetensors import TensorRecord

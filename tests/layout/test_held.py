@@ -11,7 +11,7 @@ import pytest
 
 from mlx_flash import FlashConfig
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.layout import trace as held
+from mlx_flash.layout import units as held
 from mlx_flash.layout.parts import Held
 from models import GEMMA3, LLAMA, MAMBA2, QWEN3_MOE, save
 from zoo import configuration

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout import trace
+from mlx_flash.layout import units
 from mlx_flash.layout.load import Sources, load_config, load_lazily
 from mlx_flash.layout.parts import ModelLayout
 from mlx_flash.layout.reachable import arrays_in
@@ -124,7 +124,7 @@ def test_an_interrupted_rehearsal_leaves_other_models_alone(
     """All mixtures of mlx-lm share one activation, the default of an argument."""
     directory = save(tmp_path, QWEN3_MOE)
     expected = run(stock(directory), [[1, 2, 3]])
-    original, seen = getattr(trace, function), []
+    original, seen = getattr(units, function), []
 
     def interrupted(module: nn.Module, *state: Any) -> None:
         seen.extend([module] if isinstance(module, SwitchGLU) else [])
@@ -133,7 +133,7 @@ def test_an_interrupted_rehearsal_leaves_other_models_alone(
         original(module, *state)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trace, function, interrupted)
+        patch.setattr(units, function, interrupted)
         layout_of(directory)
     assert same_bits(run(stock(directory), [[1, 2, 3]]), expected)
     layout_of(directory)

@@ -254,5 +254,5 @@ def test_weights_are_fetched_where_they_were_just_read(
 
 def test_operations_of_a_token_are_counted_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path / "model", LLAMA)
-    monkeypatch.setattr("mlx_flash.layout.trace.has_own_memory", lambda: True)
+    monkeypatch.setattr("mlx_flash.layout.units.has_own_memory", lambda: True)
     assert 10 * LLAMA["num_hidden_layers"] < prepare(directory, FlashConfig()).sizes.num_operations < 2000

@@ -16,8 +16,7 @@ from mlx_flash.engine.prepare import load_tokenizer, prepare, resolve
 from mlx_flash.enginethread import Progress
 from mlx_flash.errors import ConfigError
 from mlx_flash.generation import stream_generate
-from mlx_flash.layout.adapterfiles import check_adapter, mismatch_explained
-from mlx_flash.layout.load import model_name
+from mlx_flash.layout.load import check_adapter, mismatch_explained, model_name
 from mlx_flash.model import FlashLLM
 
 

@@ -29,8 +29,7 @@ from mlx_flash.errors import BudgetError, ConfigError, StreamedWeightsError
 from mlx_flash.kv.kvpool import make_caches
 from mlx_flash.kv.owed import Owed, owed_token
 from mlx_flash.kv.views import Checkpoints
-from mlx_flash.layout.adapterfiles import check_adapter
-from mlx_flash.layout.load import model_name
+from mlx_flash.layout.load import check_adapter, model_name
 from mlx_flash.layout.parts import ModelLayout, body_of, head_of
 from mlx_flash.logs import log
 from mlx_flash.memory.pagecache import round_up

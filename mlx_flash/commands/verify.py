@@ -25,7 +25,7 @@ from mlx_flash.compat.arrays import memory_of
 from mlx_flash.compat.loaders import current_load_model
 from mlx_flash.convert.pack import copy_buffer, pack
 from mlx_flash.engine.engine import Engine
-from mlx_flash.engine.status import plan_numbers
+from mlx_flash.engine.lifecycle import plan_numbers
 from mlx_flash.errors import FileChangedError
 from mlx_flash.experts.pool import ABSENT
 from mlx_flash.files import PrivateFolder, cache_directory

@@ -45,7 +45,7 @@ from mlx_flash.ranks import is_elsewhere
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import PREFILL_STEPS, ResidencyPlan
 from mlx_flash.speculation import Times
-from mlx_flash.streaming.lockstep import CALL_ERRORS, Lockstep, Results
+from mlx_flash.streaming.stream import CALL_ERRORS, Lockstep, Results
 
 Outcome = list[Any] | Exception | None
 """Outputs of the calls of a lane, or why there are none; None if its calls need an order."""

@@ -19,9 +19,9 @@ import zoo
 from faulty import threads_of_models
 from mlx_flash import FlashConfig, FlashLLM, load_model
 from mlx_flash.engine import passes
+from mlx_flash.engine.lifecycle import Status
 from mlx_flash.engine.passes import PassCounters
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.engine.status import Status
 from mlx_flash.experts.pool import ExpertStats
 from mlx_flash.telemetry import find
 from models import LLAMA, PREFILL_AND_DECODE, run, save

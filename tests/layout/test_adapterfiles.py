@@ -17,7 +17,7 @@ from adapters import save_adapter
 from mlx_flash import FlashConfig
 from mlx_flash.engine.lifecycle import ModelManager
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.adapterfiles import CONFIG_NAME, WEIGHTS_NAME, check_adapter
+from mlx_flash.layout.load import CONFIG_NAME, WEIGHTS_NAME, check_adapter
 from models import LLAMA
 from saved_models import model_fixture
 

@@ -45,7 +45,7 @@ from mlx_flash.ranks import (
     runs,
     share_layers,
 )
-from mlx_flash.streaming.lockstep import Lockstep, Results
+from mlx_flash.streaming.stream import Lockstep, Results
 from models import GEMMA3, LLAMA, QWEN3_MOE, VOCAB_SIZE, make_random_model, save
 from shared_passes import MODELS as ROW_MODELS
 from streamed import config

@@ -31,8 +31,7 @@ from rich.table import Table
 from servers import LIMIT_ROOM
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.engine.call import Lane, parse_call
-from mlx_flash.engine.need import make_room, need
+from mlx_flash.engine.call import Lane, make_room, need, parse_call
 from mlx_flash.loading import load_model
 from mlx_flash.memory.footprint import peak_footprint
 from mlx_flash.model import FlashLLM

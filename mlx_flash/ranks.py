@@ -34,9 +34,8 @@ from mlx.utils import tree_map
 from mlx_flash.compat.arrays import random_key, set_random_key
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.files import PrivateFolder, cache_directory
-from mlx_flash.layout.cachesizes import add_sizes
 from mlx_flash.layout.load import iter_parameters
-from mlx_flash.layout.parts import ModelLayout, Unit
+from mlx_flash.layout.parts import ModelLayout, Unit, add_sizes
 from mlx_flash.layout.reachable import Opaque, arrays_in
 from mlx_flash.layout.swap import mixed_class
 from mlx_flash.layout.units import zeros_like

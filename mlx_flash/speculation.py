@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -93,26 +93,6 @@ class Times:
             self.pass_seconds = min(self.pass_seconds, seconds)
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """The share of right guesses, by their quality."""
-
-    # the shares before any guess is known; one half where there is none
-    expected: Mapping[int, float] = field(default_factory=dict)
-    _right: dict[int, float] = field(default_factory=dict)
-    _tried: dict[int, float] = field(default_factory=dict)
-
-    def note(self, quality: int, num_tried: int, num_right: int) -> None:
-        """Note a guess. A token after a wrong one says nothing, and does not count as tried."""
-        num_counted = min(num_tried, num_right + 1)
-        self._right[quality] = self._right.get(quality, 0.0) * _FORGETS + num_right
-        self._tried[quality] = self._tried.get(quality, 0.0) * _FORGETS + num_counted
-
-    def of(self, quality: int) -> float:
-        before = 2 * self.expected.get(quality, 0.5)
-        return (before + self._right.get(quality, 0.0)) / (2 + self._tried.get(quality, 0.0))
-
-
 MAX_GUESSES = 31
 """The most tokens that are guessed at a time."""
 
@@ -156,7 +136,7 @@ class Guesses:
 
     def __init__(self, *sources: Source, most: int = MAX_GUESSES) -> None:
         self._most = most
-        self._sources = [_Judged(source) for source in sources]
+        self._sources = [Judged(source) for source in sources]
         self._asked = self._sources[0]
         self.reader: Any = next((source for source in sources if source.reads), None)
 
@@ -190,29 +170,42 @@ class Guesses:
 
     def note(self, num_tried: int, num_right: int) -> None:
         """Note how many of the tokens that were taken last were right."""
-        self._asked.acceptance.note(self._asked.quality, num_tried, num_right)
+        self._asked.note(num_tried, num_right)
 
 
-class _Judged:
-    """A source, and how often it was right."""
+class Judged:
+    """A source, and the shares of right guesses, by their quality."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.acceptance, self.quality = source, Acceptance(source.expected), 0
+        self.source, self.quality = source, 0
         self.unchecked: int | None = None
+        self._right, self._tried = dict[int, float](), dict[int, float]()
+
+    def note(self, num_tried: int, num_right: int) -> None:
+        """Note a guess. A token after a wrong one says nothing, and does not count as tried."""
+        quality, num_counted = self.quality, min(num_tried, num_right + 1)
+        self._right[quality] = self._right.get(quality, 0.0) * _FORGETS + num_right
+        self._tried[quality] = self._tried.get(quality, 0.0) * _FORGETS + num_counted
+
+    @property
+    def acceptance(self) -> float:
+        """The share at the present quality. Before any guess is known it is the expected one, or one half."""
+        before = 2 * self.source.expected.get(self.quality, 0.5)
+        return (before + self._right.get(self.quality, 0.0)) / (2 + self._tried.get(self.quality, 0.0))
 
     def check(self, token: int) -> None:
         """Note whether the guess that was passed over is the token."""
-        self.acceptance.note(self.quality, 1, int(token == self.unchecked))
+        self.note(1, int(token == self.unchecked))
         self.unchecked = None
 
     def worth(self, times: Times, limit: int, num_others: int) -> Worth:
-        seconds, acceptance = self.source.guess_seconds, self.acceptance.of(self.quality)
-        return worth_guessing(acceptance, times.pass_seconds, times.row_seconds, limit, seconds, num_others=num_others)
+        read, row, guess = times.pass_seconds, times.row_seconds, self.source.guess_seconds
+        return worth_guessing(self.acceptance, read, row, limit, guess, num_others=num_others)
 
     def pass_over(self) -> None:
         """Note the first guess, to compare it with the text; where that takes time, trust older guesses less."""
         if self.source.guess_seconds:
-            self.acceptance.note(self.quality, 0, 0)
+            self.note(0, 0)
         else:
             self.unchecked = self.source.guess(1)[0]
 

@@ -50,7 +50,7 @@ from mlx_flash.telemetry import Json
 class Status:
     """The state of one model. No lock is taken that a forward pass waits for longer than for a few additions.
 
-    ``running`` returns the models of the process that run, and their counters; ``sections`` return further sections.
+    ``sections`` return further sections.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class Status:
         engine: Engine,
         counters: PassCounters,
         layout: ModelLayout,
-        running: Callable[[], Sequence[tuple[Engine, PassCounters]]] = tuple,
         sections: Mapping[str, Callable[[], Json]] = MappingProxyType({}),
     ) -> None:
-        self._engine, self._counters, self._running, self._sections = engine, counters, running, sections
+        self._engine, self._counters, self._sections = engine, counters, sections
         self._num_units = len(engine.stream.units)
         trunk = layout if engine.plan.pool is None else trunk_of(layout)
         self._parts = _parts(trunk, engine.plan, engine.units)
@@ -111,11 +110,11 @@ class Status:
 
     def _memory(self) -> Json:
         own, active = self._engine, active_memory()
-        running = [(engine, counters) for engine, counters in self._running() if engine is not own]
+        models = [(model.engine, model.counters) for model in _OF_PROCESS.running]
+        running = [(engine, counters) for engine, counters in models if engine is not None and engine is not own]
         others = [engine for engine, _ in running]
-        models = (own, *others)
-        rest = active - sum(model.weight_bytes + model.usage.reserved_bytes for model in models)
-        rest -= min(model.plan.active_bytes for model in models)  # arrays of the program
+        rest = active - sum(each.weight_bytes + each.usage.reserved_bytes for each in (own, *others))
+        rest -= min(each.plan.active_bytes for each in (own, *others))  # arrays of the program
         is_latest = all(counters.last_began <= self._counters.last_began for _, counters in running)
         return {
             "footprint": footprint(),  # as the budget counts it
@@ -282,7 +281,7 @@ class Lifecycle:
             sections = {"writes": self.governor.telemetry, "budget": self._manager.telemetry}
             sections |= {} if engine.chain is None else {"ranks": engine.chain.telemetry}
             sections |= {} if engine.prefixes is None else {"prefixes": engine.prefixes.telemetry}
-            status = Status(self.name, engine, self.counters, prepared.layout, _running, sections)
+            status = Status(self.name, engine, self.counters, prepared.layout, sections)
             engine.publish(status.collect)
         self.prepared = prepared
         self.times = Times(self.plan.seconds, self.plan.row_seconds)
@@ -395,11 +394,6 @@ class Lifecycle:
 def _end_all(engines: Sequence[Engine]) -> None:
     for engine in engines:
         engine.end()
-
-
-def _running() -> list[tuple[Engine, PassCounters]]:
-    models = [(model.engine, model.counters) for model in _OF_PROCESS.running]
-    return [(engine, counters) for engine, counters in models if engine is not None]
 
 
 def _closed() -> ClosedError:

@@ -20,9 +20,19 @@ import mlx.core as mx
 from mlx_flash import enginethread
 from mlx_flash.compat.arrays import explained
 from mlx_flash.compat.caches import entries_of, trimmable
-from mlx_flash.engine.call import DroppedResult, ForwardCall, Lane, Row
+from mlx_flash.engine.call import (
+    DroppedResult,
+    ForwardCall,
+    Lane,
+    Need,
+    Row,
+    admit_in_memory,
+    check_least,
+    layers_at_once,
+    make_room,
+    need,
+)
 from mlx_flash.engine.engine import Engine, Lending
-from mlx_flash.engine.need import Need, admit_in_memory, check_least, layers_at_once, make_room, need
 from mlx_flash.errors import BudgetError, CacheError, FlashError, PeerError, StreamedWeightsError
 from mlx_flash.kv.kvpool import OnDisk
 from mlx_flash.kv.owed import Debt, Owed, owed_to

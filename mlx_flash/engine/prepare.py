@@ -232,14 +232,13 @@ BEFORE_LOADING: list[Callable[[], object]] = []
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pause Python's garbage collector: planning makes many objects, and all of them stay."""
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     try:
         gc.disable()
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @_collector_paused()

@@ -31,9 +31,9 @@ from mlx_flash.compat.expertstacks import computes_as_expert_stack, is_expert_st
 from mlx_flash.compat.loaders import ADAPTED, adapted_part, adapted_product
 from mlx_flash.compat.require import installed
 from mlx_flash.errors import CheckpointError
-from mlx_flash.layout.cachesizes import CacheEntry, add_sizes, first_sizes, num_growing, sizes_of
 from mlx_flash.layout.load import LoadedModel, iter_parameters
 from mlx_flash.layout.parts import (
+    CacheEntry,
     CallTrace,
     ExpertPlacement,
     ExpertStack,
@@ -43,9 +43,13 @@ from mlx_flash.layout.parts import (
     Place,
     Route,
     Unit,
+    add_sizes,
     bind_all,
+    first_sizes,
     is_embedding,
     is_linear,
+    num_growing,
+    sizes_of,
 )
 from mlx_flash.layout.reachable import arrays_in, nbytes_in
 from mlx_flash.layout.swap import SwappedClass, own_class, remember, restore_class, swap_class

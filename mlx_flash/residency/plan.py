@@ -19,8 +19,7 @@ from mlx_flash.compat.caches import CACHE_STEP
 from mlx_flash.config import GB, FlashConfig
 from mlx_flash.errors import ConfigError, RefusedError
 from mlx_flash.kv.kvledger import NUM_SLOTS, PAGE_TOKENS, QUEUED_PAGES, KVLedger, KVOptions, Layers
-from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import ModelLayout
+from mlx_flash.layout.parts import CacheSizes, ModelLayout
 from mlx_flash.memory.pagecache import round_up
 from mlx_flash.residency.machine import BASE_STEP
 from mlx_flash.residency.sizes import ActivationSizes, ModelSizes

@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from mlx_flash.compat.arrays import AttentionCall
 from mlx_flash.compat.require import installed
-from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import ExpertStack, Held, ModelLayout, Unit
+from mlx_flash.layout.parts import CacheSizes, ExpertStack, Held, ModelLayout, Unit
 from mlx_flash.layout.units import matrices_of, place_experts, trunk_of
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory

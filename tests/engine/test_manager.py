@@ -157,7 +157,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def fixed_footprint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The footprint of this process depends on the tests before; another process measures it."""
     gc.collect()
-    for module in ("residency.machine", "engine.need", "engine.lifecycle"):
+    for module in ("residency.machine", "engine.call", "engine.lifecycle"):
         monkeypatch.setattr(f"mlx_flash.{module}.footprint", lambda: 100 * MB + active_memory())
 
 

@@ -18,8 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_flash
 from mlx_flash import BudgetError, ClosedError, ConfigError, FlashConfig, FlashLLM, load_model
 from mlx_flash.config import KVMode
-from mlx_flash.engine.call import Lane, parse_call
-from mlx_flash.engine.need import layers_at_once, need
+from mlx_flash.engine.call import Lane, layers_at_once, need, parse_call
 from mlx_flash.engine.passes import waiting_bytes
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.memory.footprint import footprint
@@ -222,7 +221,7 @@ def test_layers_are_waited_for_where_results_of_all_do_not_fit(
     five_layers: Path, waits: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(stock(five_layers), PROMPT)
-    monkeypatch.setattr("mlx_flash.engine.need._LITTLE_BYTES", 0)
+    monkeypatch.setattr("mlx_flash.engine.call._LITTLE_BYTES", 0)
     with in_memory(five_layers) as model:
         model.start()
         plan = model.plan
@@ -255,7 +254,7 @@ def test_old_arrays_of_caches_that_grow_count(
     five_layers: Path, monkeypatch: pytest.MonkeyPatch, kv_cache: Any
 ) -> None:
     """MLX lets go of them when their layer is computed. On a CPU that is before the next layer begins."""
-    monkeypatch.setattr("mlx_flash.engine.need._LITTLE_BYTES", 0)
+    monkeypatch.setattr("mlx_flash.engine.call._LITTLE_BYTES", 0)
     settings = FlashConfig(ram_budget_gb=footprint() / 1e9 + 1.5, kv_cache=kv_cache, telemetry=False)
     with load_model(five_layers, settings)[0] as model:
         cache = make_prompt_cache(model)

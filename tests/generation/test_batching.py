@@ -30,7 +30,7 @@ import mlx_flash
 from expert_pools import with_pool
 from mlx_flash import FlashConfig, FlashLLM, apply_flash_patch, load_model, remove_flash_patch
 from mlx_flash.compat.generation import StockBatchGenerator, stock_generate_step, stock_speculative_generate_step
-from mlx_flash.engine.need import need
+from mlx_flash.engine.call import need
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import CacheError, ReadError
 from mlx_flash.generation import RowGenerator, batches, speculative_generate_step

@@ -14,8 +14,7 @@ import pytest
 
 import mlx_flash
 from mlx_flash import FlashLLM, enginethread, load_model
-from mlx_flash.engine.call import Lane, token_call
-from mlx_flash.engine.need import make_room, need
+from mlx_flash.engine.call import Lane, make_room, need, token_call
 from mlx_flash.engine.prepare import prepare
 from models import LLAMA, QWEN3_MOE
 from saved_models import models_fixture

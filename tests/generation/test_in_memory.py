@@ -163,7 +163,7 @@ def test_memory_is_looked_at_where_buffers_grow(
         steps = iter(mlx_flash.generate_step(mx.array(PROMPT), model, max_tokens=-1))
         got = list(islice(steps, 10))
         other = active_memory() + model.plan.budget_bytes
-        monkeypatch.setattr("mlx_flash.engine.need.active_memory", lambda: other)
+        monkeypatch.setattr("mlx_flash.engine.call.active_memory", lambda: other)
         with pytest.raises(BudgetError):
             got += islice(steps, 300)
         assert 10 < len(got) <= 256

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from mlx_flash.config import GB, FlashConfig
-from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.parts import CacheSizes
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import ResidencyPlan

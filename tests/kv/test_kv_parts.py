@@ -16,7 +16,7 @@ import mlx_flash
 import zoo
 from kv_settings import SMALL, least_share, little_under_way, settings
 from mlx_flash import FlashLLM
-from mlx_flash.engine.need import need
+from mlx_flash.engine.call import need
 from mlx_flash.engine.passes import waiting_bytes
 from models import stock
 from saved_models import models_fixture

@@ -12,8 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_flash import BudgetError, FlashConfig, load_model
-from mlx_flash.engine.call import Lane, Row
-from mlx_flash.engine.need import check_least
+from mlx_flash.engine.call import Lane, Row, check_least
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.residency.plan import PROMISED_CONTEXT
 from models import LLAMA, MAMBA2, QWEN3_MOE, save, stock

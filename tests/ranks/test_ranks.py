@@ -28,8 +28,7 @@ from mlx_lm.models.cache import KVCache
 from local_ranks import RANKS_PROGRAM, lines_of, run_ranks, started
 from mlx_flash import cli
 from mlx_flash import ranks as chain
-from mlx_flash.engine.call import Lane, parse_call
-from mlx_flash.engine.need import check_least
+from mlx_flash.engine.call import Lane, check_least, parse_call
 from mlx_flash.engine.prepare import prepare
 from mlx_flash.errors import BudgetError, CheckpointError, ConfigError
 from mlx_flash.layout.units import layers_of

@@ -19,8 +19,7 @@ from mlx_lm.models.cache import (
 
 from mlx_flash import FlashConfig, FlashLLM, RefusedError
 from mlx_flash.compat.caches import CACHE_STEP
-from mlx_flash.engine.call import Lane, parse_call
-from mlx_flash.engine.need import need
+from mlx_flash.engine.call import Lane, need, parse_call
 from mlx_flash.kv.kvledger import KVOptions
 from mlx_flash.layout.reachable import arrays_in
 from mlx_flash.loading import load_model

@@ -23,7 +23,7 @@ from mlx_flash import FlashConfig, generate_step, load_model
 from mlx_flash.commands.dispatch import run_command
 from mlx_flash.engine import prepare as preparing
 from mlx_flash.engine.prepare import prepare
-from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.parts import CacheSizes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import PROMISED_CONTEXT, ResidencyPlan
 from mlx_flash.residency.planner import make_plan, table_of_budgets

@@ -22,7 +22,7 @@ from machines import (
     with_budget,
 )
 from mlx_flash.config import FlashConfig
-from mlx_flash.layout.cachesizes import CacheSizes
+from mlx_flash.layout.parts import CacheSizes
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import MB, ResidencyPlan
 from mlx_flash.residency.planner import make_plan

@@ -8,8 +8,7 @@ import pytest
 
 from machines import MB, MIB, make_machine, make_mixture, make_model
 from mlx_flash.config import FlashConfig
-from mlx_flash.layout.cachesizes import CacheSizes
-from mlx_flash.layout.parts import Held
+from mlx_flash.layout.parts import CacheSizes, Held
 from mlx_flash.residency.machine import Machine
 from mlx_flash.residency.plan import DENSE_PAGE_BYTES, prefix_bytes
 from mlx_flash.residency.planner import make_plan

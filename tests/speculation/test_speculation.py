@@ -30,8 +30,8 @@ from mlx_flash.residency.planner import make_plan
 from mlx_flash.speculation import (
     LEAST_GAIN,
     MAX_MATCH,
-    Acceptance,
     Guesses,
+    Judged,
     Lookup,
     Times,
     worth_guessing,
@@ -237,22 +237,17 @@ def test_rows_that_take_long_do_not_make_more_rows_look_free() -> None:
 
 
 def test_acceptance_follows_the_text_for_each_quality() -> None:
-    acceptance = Acceptance()
-    assert acceptance.of(1) == acceptance.of(4) == 0.5
-    for _ in range(100):
-        acceptance.note(4, 5, 5)
-        acceptance.note(1, 5, 0)
-    assert acceptance.of(4) > 0.95 and acceptance.of(1) < 0.05
-    for _ in range(400):
-        acceptance.note(1, 0, 0)  # nothing was guessed
-    assert acceptance.of(1) == pytest.approx(0.5, abs=0.05)
+    judged = Judged(Lookup([]))
 
+    def noted(quality: int, number: int, *guess: int) -> float:
+        judged.quality = quality
+        for _ in range(number):
+            judged.note(*guess)
+        return judged.acceptance
 
-def test_the_expected_share_counts_until_guesses_are_known() -> None:
-    acceptance = Acceptance({1: 0.1})
-    assert (acceptance.of(1), acceptance.of(2)) == (0.1, 0.5)
-    acceptance.note(1, 100, 100)
-    assert acceptance.of(1) > 0.95
+    assert (noted(1, 0), noted(4, 0), noted(9, 0)) == (*(pytest.approx(Lookup.expected[i]) for i in (1, 4)), 0.5)
+    assert noted(4, 100, 5, 5) > 0.95 and noted(1, 100, 5, 0) < 0.05 and noted(9, 1, 100, 100) > 0.95
+    assert noted(9, 400, 0, 0) == pytest.approx(0.5, abs=0.05)  # nothing was guessed
 
 
 tokens = st.lists(st.integers(-3, 2**20) | st.integers(0, 3), max_size=60)

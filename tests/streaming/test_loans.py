@@ -22,7 +22,7 @@ from mlx_lm.models.llama import TransformerBlock
 
 from expert_pools import pool_of, with_pool
 from mlx_flash import FlashConfig, FlashLLM, load_model
-from mlx_flash.engine.need import make_room, need
+from mlx_flash.engine.call import make_room, need
 from mlx_flash.memory.arena import active_memory, commits_lazily
 from mlx_flash.residency.machine import BASE_STEP, RUNTIME_BYTES
 from mlx_flash.residency.plan import MB
@@ -116,7 +116,7 @@ def test_what_may_be_needed_is_not_lent(directory: Path, monkeypatch: pytest.Mon
         for unknown in (0, 10 * MB):
             needed, lending = need(plan, [row.lane()]), Mock(nbytes=0)
             known = needed.process + needed.in_use
-            monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda known=known, more=unknown: known + more)
+            monkeypatch.setattr("mlx_flash.engine.call.footprint", lambda known=known, more=unknown: known + more)
             make_room(needed, lending)
             assert needed.kv_growth >= 200 * plan.kv_bytes_per_token < plan.unlent_bytes
             lending.lend.assert_called_once_with(-needed.missing - needed.kv_growth - unknown - plan.unlent_bytes)
@@ -143,7 +143,7 @@ def test_a_loan_takes_no_more_memory_than_it_says(directory: Path) -> None:
 def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short context leaves the memory of a long one to weights; a long prompt takes it back."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.call.footprint", lambda: 100 * MB)
     shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 128}
     saved = save(tmp_path, WIDE_LLAMA | shape, mx.float32)
     settings: dict[str, Any] = {"context_length": 512, "kv_cache": "stock", "prefill_step_size": 64}
@@ -163,7 +163,7 @@ def test_reserved_memory_is_lent_and_comes_back(tmp_path: Path, monkeypatch: pyt
 def test_reserved_memory_is_lent_to_experts_and_comes_back(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short context leaves the memory of a long one to experts; a long prompt takes it back."""
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.call.footprint", lambda: 100 * MB)
     settings: dict[str, Any] = {"context_length": 4096, "prefill_step_size": 256, "telemetry": False}
     read = {}
     gc.collect()  # arrays of earlier tests
@@ -245,7 +245,7 @@ def test_a_module_that_keeps_something_lends_nothing(directory: Path, monkeypatc
 
 def test_models_that_share_a_budget_lend_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_flash.residency.machine.footprint", lambda: 100 * MB)
-    monkeypatch.setattr("mlx_flash.engine.need.footprint", lambda: 100 * MB)
+    monkeypatch.setattr("mlx_flash.engine.call.footprint", lambda: 100 * MB)
     settings = FlashConfig(ram_budget_gb=0.3, context_length=8192)
     with load_model(directory, settings)[0] as first:
         run(first, [[1], [2]])

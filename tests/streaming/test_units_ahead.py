@@ -23,8 +23,7 @@ from expert_pools import with_pool
 from mlx_flash import FlashLLM, ReadError, enginethread
 from mlx_flash.compat.arrays import address_of, memory_of
 from mlx_flash.engine import passes
-from mlx_flash.engine.call import Lane
-from mlx_flash.engine.need import Need, need
+from mlx_flash.engine.call import Lane, Need, need
 from mlx_flash.layout.swap import swap_class
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.residency.plan import ResidencyPlan

@@ -345,19 +345,16 @@ class FlashLLM(ModelFacade):
         """
         self._life.start()
         if num_guesses:
-            whole = token_call(tokens, cache)
-            whole.checkpoints, whole.reader = Checkpoints(), reader  # of all its parts
+            whole = token_call(tokens, cache, checkpoints=Checkpoints(), reader=reader)  # of all its parts
             return Row(whole, [whole], 1, owed)
         given, before = tokens, 0
         if owed is None and (owed := owed_token(cache)) is not None:
             assert owed.debt is not None
             given, before = mx.concatenate([mx.array([[owed.debt.token]], tokens.dtype), tokens], axis=1), 1
         if given.shape[1] == 1 and wants_logits:
-            call = token_call(given, cache)
-            call.reader = reader
+            call = token_call(given, cache, reader=reader)
             return Row(call, [call], owed=owed)
-        whole = token_call(given, cache, wants_logits=False)
-        whole.reader = reader
+        whole = token_call(given, cache, wants_logits=False, reader=reader)
         num_together = tokens.shape[1] - wants_logits
         stretches: list[ForwardCall] = []
         if before:  # in a call of its own, as mlx-lm has computed it
@@ -365,14 +362,12 @@ class FlashLLM(ModelFacade):
             stretches[0].wants_logits = True
         for start, stop in pairwise([0, *ends, num_together]):
             if start < stop:
-                call = token_call(given[:, before + start : before + stop], cache, wants_logits=False)
-                call.segment_left, call.reader = 0 if stop in ends else segment_left, reader
+                call = token_call(given[:, before + start : before + stop], cache, wants_logits=False, reader=reader)
+                call.segment_left = 0 if stop in ends else segment_left
                 call.runs = None if reads is None else partial(_applied, reads, self.body)
                 stretches.append(call)
         if wants_logits:
-            call = token_call(given[:, -1:], cache)
-            call.reader = reader
-            stretches.append(call)
+            stretches.append(token_call(given[:, -1:], cache, reader=reader))
         return Row(whole, stretches, self.prefill_step(step, num_together), owed, before)
 
     def prefill_step(self, step: int, num_tokens: int) -> int:

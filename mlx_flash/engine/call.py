@@ -196,11 +196,9 @@ class ForwardCall:
         return step if self.batch_size == 1 else 1 << (step.bit_length() - 1)
 
 
-def token_call(tokens: mx.array, cache: Sequence[Any], *, wants_logits: bool = True) -> ForwardCall:
-    """Return the call of a model with tokens, ``(sequences, length)``, and a prompt cache."""
-    return ForwardCall(
-        (tokens,), {"cache": cache}, tokens.size, tokens, cache, is_plain=True, wants_logits=wants_logits
-    )
+def token_call(tokens: mx.array, cache: Sequence[Any], **more: Any) -> ForwardCall:
+    """Return the call of a model with tokens, ``(sequences, length)``, and a prompt cache; ``more`` are attributes."""
+    return ForwardCall((tokens,), {"cache": cache}, tokens.size, tokens, cache, is_plain=True, **more)
 
 
 def parse_call(arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, wants_logits: bool = True) -> ForwardCall:

@@ -430,14 +430,14 @@ class ModelManager:
     def watch(self) -> None:
         """Make the budget follow the machine's free memory until the last model is closed."""
         with self.lock:
-            if self._watcher is None or not self._watcher.is_alive:
+            if self._watcher is None or not self._watcher.is_watching:
                 self._watcher = Watcher(self)
                 self._watcher.start()
 
     def telemetry(self) -> dict[str, Any]:
         """Return the budget and its last changes for the published state."""
         watcher = self._watcher
-        reading = watcher.reading if watcher is not None and watcher.is_alive else None
+        reading = watcher.reading if watcher is not None and watcher.is_watching else None
         return {
             "bytes": self.budget_bytes,
             "is_auto": reading is not None,
@@ -558,7 +558,7 @@ class ModelManager:
         )
 
 
-class Watcher:
+class Watcher(threading.Thread):
     """A thread that watches the machine's memory, and changes the budget of a manager's models between passes.
 
     The budget falls to the room at once. It rises once there was more for a calm period, to the least of that time.
@@ -571,19 +571,16 @@ class Watcher:
         held: Callable[[], int] = footprint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(name="mlx-flash-watcher", daemon=True)
         self.reading: MemoryReading | None = None  # the last look; None before the first one
         self._manager, self._read, self._held, self._clock = manager, read, held, clock
         self._calm_since, self._least_room, self._fallen_at = clock(), math.inf, -math.inf
-        self._thread = threading.Thread(target=self._run, name="mlx-flash-watcher", daemon=True)
 
     @property
-    def is_alive(self) -> bool:
+    def is_watching(self) -> bool:
         """True until the last model was closed; not in a forked child, which has no such thread."""
-        # not the thread's own `is_alive`, of which Python 3.11 makes False for good if an interrupt ends it
-        return self._thread in threading.enumerate()
-
-    def start(self) -> None:
-        self._thread.start()
+        # not `is_alive`, of which Python 3.11 makes False for good if an interrupt ends it
+        return self in threading.enumerate()
 
     def look(self) -> None:
         budget, now = self._manager.budget_bytes, self._clock()
@@ -609,7 +606,7 @@ class Watcher:
         self._calm_since, self._least_room = now, math.inf
         return room
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while self._manager.budget_bytes:
             try:
                 self.look()

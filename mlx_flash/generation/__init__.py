@@ -3,8 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_flash.generation.batches import RowGenerator, SharingGenerator, batch_generate
-from mlx_flash.generation.sequence import generate, generate_step, speculative_generate_step, stream_generate
+from mlx_flash.generation.batches import (
+    RowGenerator,
+    SharingGenerator,
+    batch_generate,
+    generate,
+    generate_step,
+    speculative_generate_step,
+    stream_generate,
+)
 
 if TYPE_CHECKING:
     from mlx_flash.loading import FlashGenerationLoop

@@ -21,8 +21,7 @@ from mlx_flash.compat.generation import Group, Response, Waiting
 from mlx_flash.compat.generation import Progress as PromptProgress
 from mlx_flash.errors import BudgetError, CheckpointError, FlashError, RefusedError
 from mlx_flash.generation import generate_step, speculative_generate_step
-from mlx_flash.generation.batches import Reading, RowGenerator, may_batch
-from mlx_flash.generation.sequence import GeneratedSequence
+from mlx_flash.generation.batches import GeneratedSequence, Reading, RowGenerator, may_batch
 from mlx_flash.logs import log
 from mlx_flash.model import FlashLLM
 from mlx_flash.residency.plan import DEFAULT_PREFILL_STEP_SIZE, ResidencyPlan, together_bytes

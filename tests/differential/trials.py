@@ -40,7 +40,7 @@ from differential.stock import PLAIN_TOKENIZER, Stock, Told
 from differential.table import Row, Subject, Zoo
 from interrupt_points import Tracer
 from mlx_flash import BudgetError, CacheError, ClosedError, FlashManager, ReadError, WriteError
-from mlx_flash.generation import sequence
+from mlx_flash.generation import batches
 from oracle import Oracle, on_a_machine
 from streamed import wait_for_reads
 
@@ -682,7 +682,7 @@ def _try_row(
     row: Row, events: Sequence[str], zoo: Zoo, stock: Stock, seed: str, patch: pytest.MonkeyPatch
 ) -> Counter[str]:
     subject, counts = Subject(row, zoo), Counter[str]()
-    patch.setattr(sequence, "Lookup", lambda prompt: Oracle(subject.texts.get(tuple(prompt), [])))
+    patch.setattr(batches, "Lookup", lambda prompt: Oracle(subject.texts.get(tuple(prompt), [])))
     try:
         for number, event in enumerate(["none", *events]):
             trial = Trial(subject, stock, event, f"{seed} {row} {number}")

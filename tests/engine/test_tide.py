@@ -170,7 +170,7 @@ def test_a_budget_of_auto_follows_the_machine(tmp_path: Path, monkeypatch: pytes
         told = manager.telemetry()
         assert told["is_auto"] and told["bytes"] == manager.budget_bytes
         assert told["changes"][-1]["before"] == 10 * GB and told["changes"][-1]["reason"] == "others need memory"
-    eventually(lambda: manager._watcher is not None and not manager._watcher.is_alive)
+    eventually(lambda: manager._watcher is not None and not manager._watcher.is_watching)
 
 
 WATCHED_IN_A_CHILD = """
@@ -186,7 +186,7 @@ manager.watch()
 before = manager._watcher
 child = os.fork()
 manager.watch()
-print(manager._watcher is before, manager._watcher.is_alive, flush=True)
+print(manager._watcher is before, manager._watcher.is_watching, flush=True)
 if not child:
     os._exit(0)
 os.waitpid(child, 0)

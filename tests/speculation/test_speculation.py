@@ -61,7 +61,7 @@ def streamed(model: FlashLLM, max_tokens: int = NUM_TOKENS, **options: Any) -> T
 
 def by_oracle(monkeypatch: pytest.MonkeyPatch, expected: Tokens) -> None:
     """Make the generation loop ask an oracle."""
-    monkeypatch.setattr("mlx_flash.generation.sequence.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
+    monkeypatch.setattr("mlx_flash.generation.batches.Lookup", lambda prompt: Oracle([token for token, _ in expected]))
 
 
 def test_a_repeating_text_takes_less_than_half_the_passes(directories: Directories, free_rows: None) -> None:
@@ -142,7 +142,7 @@ def test_guesses_that_are_no_tokens_of_the_model(
     tokens = [token for token, _ in expected]
     size = expected[0][1].shape[-1]
     monkeypatch.setattr(
-        "mlx_flash.generation.sequence.Lookup",
+        "mlx_flash.generation.batches.Lookup",
         lambda prompt: Oracle([*tokens[:3], size, *tokens[4:9], 10**6, *tokens[10:]]),
     )
     with streamed_whole(directories("llama")) as model:

@@ -383,9 +383,9 @@ class Passes:
         first, num_others = row.left[0], len(row.left) - 1
         if not num_others or first.cache is None:
             return 0
-        if first.checkpoints is not None:  # such tokens can be taken back
-            return num_others if self.refusal(first.cache) is None else 0
-        return num_others if self._refusal(first.cache) is None and (self._is_proven or is_empty(first.cache)) else 0
+        is_guessed = first.checkpoints is not None  # such tokens can be taken back
+        can_share = self.refusal(first.cache) is None if is_guessed else self.fits(first.cache)
+        return num_others if can_share else 0
 
     def _offloads(self, rows: Sequence[Row]) -> bool:
         """Return whether keys and values of the tokens that are left go to disk sooner or later."""
@@ -411,6 +411,10 @@ class Passes:
         """True if calls gain by sharing a pass. Of several ranks another one may read, and all do the same."""
         engine = self._engine
         return bool(engine.stream.units) or engine.experts is not None or self._chain is not None
+
+    def fits(self, cache: Sequence[Any]) -> bool:
+        """Return whether several calls with one prompt cache can share a pass."""
+        return self._refusal(cache) is None and (self._is_proven or is_empty(cache))
 
     def refusal(self, cache: Sequence[Any]) -> str | None:
         """Return the reason why guessed tokens cannot be computed with a prompt cache; None if they can."""

@@ -252,7 +252,10 @@ def bind(container: dict[Any, Any] | list[Any], key: Any, array: mx.array) -> No
 def bind_all(parameters: Iterable[Parameter], arrays: Iterable[mx.array]) -> None:
     """Make modules use other arrays for some parameters, as many as there are arrays."""
     for parameter, array in zip(parameters, arrays, strict=True):
-        parameter.bind(array)
+        if isinstance(parameter.container, dict):
+            dict.__setitem__(parameter.container, parameter.key, array)
+        else:
+            parameter.container[parameter.key] = array
 
 
 @dataclass(slots=True, eq=False)

@@ -61,6 +61,10 @@ class Catalog:
         self._other, self._describe = other, describe
         self._any_name = len(sources) == 1 if any_name is None else any_name
 
+    def is_given(self, name: str) -> bool:
+        """Return whether the command line gave a name."""
+        return name in self._named or name == DEFAULT_NAME
+
     @property
     def default(self) -> Source | None:
         """The model of requests that name none; None if there is none."""

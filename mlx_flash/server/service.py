@@ -438,7 +438,7 @@ class Service:
             try:
                 with self._one_more() as count:
                     body = await read_body(request, kind, count)
-                    if isinstance(body, Asking):
+                    if isinstance(body, Asking) and not self.catalog.is_given(body.model):  # looks for folders
                         body.model = await asyncio.to_thread(self.catalog.known, body.model)
                     return await answer(self, request, body)
             except FlashError as error:

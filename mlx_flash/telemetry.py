@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -33,26 +33,120 @@ SHORTEST = 1e-6
 """Shorter times give no rate."""
 
 
-METRICS = {
-    "model.bytes": ("model_bytes", "Weights of the model"),
-    "budget.bytes": ("budget_bytes", "RAM budget of the process"),
-    "plan.read_bytes_per_pass": ("read_bytes_per_pass", "Weights that a pass reads by the plan"),
-    "passes.num_passes": ("passes_total", "Forward passes that ended well"),
-    "passes.num_failed": ("failed_passes_total", "Forward passes that failed"),
-    "passes.num_tokens_in": ("input_tokens_total", "Tokens given to the model"),
-    "passes.num_tokens_out": ("generated_tokens_total", "Tokens generated"),
-    "passes.num_guessed": ("guessed_tokens_total", "Tokens guessed"),
-    "passes.num_right": ("right_guesses_total", "Guessed tokens that were right"),
-    "passes.pass_seconds": ("pass_seconds_total", "Time in forward passes"),
-    "read.nbytes": ("disk_read_bytes_total", "Weights read from the disk"),
-    "stream.wait_seconds": ("disk_wait_seconds_total", "Time that passes waited for the disk"),
-    "memory.footprint": ("memory_bytes", "Memory of the process, as the budget counts it"),
-    "memory.peak_footprint": ("memory_peak_bytes", "Largest memory of the process so far"),
-    "experts.num_routed": ("routed_experts_total", "Experts that routers chose"),
-    "experts.num_hits": ("expert_hits_total", "Chosen experts that were in memory"),
-    "kv.disk_bytes": ("kv_disk_bytes", "Keys and values on the disk"),
+class Fact(NamedTuple):
+    """A published number: its unit, whether it only grows, its meaning, and its name as a metric."""
+
+    unit: str
+    kind: str
+    help: str
+    metric: str = ""
+
+
+_GAUGE, _COUNTER = "gauge", "counter"
+
+FACTS = {
+    "model.bytes": Fact("bytes", _GAUGE, "Weights of the model", "model_bytes"),
+    "budget.bytes": Fact("bytes", _GAUGE, "RAM budget of the process", "budget_bytes"),
+    # By the plan
+    "plan.budget_bytes": Fact("bytes", _GAUGE, "Budget that the plan was made for"),
+    "plan.base_bytes": Fact("bytes", _GAUGE, "The process's own memory, before any weight"),
+    "plan.resident_bytes": Fact("bytes", _GAUGE, "Small and derived parameters, always in memory"),
+    "plan.pinned_bytes": Fact("bytes", _GAUGE, "Other weights that stay in memory"),
+    "plan.slots_bytes": Fact("bytes", _GAUGE, "Slots of streamed weights"),
+    "plan.num_slots": Fact("slots", _GAUGE, "Slots of streamed weights"),
+    "plan.pool_bytes": Fact("bytes", _GAUGE, "Experts that stay in memory"),
+    "plan.kv_bytes": Fact("bytes", _GAUGE, "Memory reserved for keys and values"),
+    "plan.kv_disk_bytes": Fact("bytes", _GAUGE, "Keys and values that a pass reads from the disk in a full context"),
+    "plan.activation_bytes": Fact("bytes", _GAUGE, "Memory reserved for activations"),
+    "plan.spare_bytes": Fact("bytes", _GAUGE, "Memory reserved for longer prompts"),
+    "plan.bounce_bytes": Fact("bytes", _GAUGE, "Bounce buffers of reads"),
+    "plan.cache_limit": Fact("bytes", _GAUGE, "Limit of freed arrays that MLX keeps"),
+    "plan.context_length": Fact("tokens", _GAUGE, "Context that memory is reserved for"),
+    "plan.prefill_step_size": Fact("tokens", _GAUGE, "Most tokens of a prompt in one call"),
+    "plan.disk_bytes_per_second": Fact("bytes/second", _GAUGE, "Speed of the disk in its probe"),
+    "plan.read_bytes_per_pass": Fact("bytes", _GAUGE, "Weights that a pass reads by the plan", "read_bytes_per_pass"),
+    "plan.predicted_seconds_per_pass": Fact("seconds", _GAUGE, "Predicted time of a pass in a short context"),
+    # Forward passes
+    "passes.num_passes": Fact("passes", _COUNTER, "Forward passes that ended well", "passes_total"),
+    "passes.num_failed": Fact("passes", _COUNTER, "Forward passes that failed", "failed_passes_total"),
+    "passes.num_sequences": Fact("sequences", _COUNTER, "Sequences over all passes"),
+    "passes.num_tokens_in": Fact("tokens", _COUNTER, "Tokens given to the model", "input_tokens_total"),
+    "passes.num_tokens_out": Fact("tokens", _COUNTER, "Tokens generated", "generated_tokens_total"),
+    "passes.num_prompt_tokens": Fact("tokens", _COUNTER, "Tokens of prompts whose evaluation has ended"),
+    "passes.num_guessed": Fact("tokens", _COUNTER, "Tokens guessed", "guessed_tokens_total"),
+    "passes.num_right": Fact("tokens", _COUNTER, "Guessed tokens that were right", "right_guesses_total"),
+    "passes.pass_seconds": Fact("seconds", _COUNTER, "Time in forward passes", "pass_seconds_total"),
+    "passes.decode_seconds": Fact("seconds", _COUNTER, "Time in passes that generate tokens"),
+    "passes.decode_gap_seconds": Fact("seconds", _COUNTER, "Time between passes that generate tokens"),
+    "passes.prompt_gap_seconds": Fact("seconds", _COUNTER, "Time from passes for prompts to the next passes"),
+    "passes.last_seconds": Fact("seconds", _GAUGE, "Time of the last pass"),
+    "passes.last_ended": Fact("clock seconds", _GAUGE, "End of the last pass"),
+    "passes.last_began": Fact(
+        "clock seconds", _GAUGE, "Start of the pass under way or, between passes, of the last one"
+    ),
+    "passes.began": Fact("clock seconds", _GAUGE, "Start of the pass under way"),
+    "passes.num_tokens": Fact("tokens", _GAUGE, "New tokens of that or the last pass"),
+    "passes.batch_size": Fact("sequences", _GAUGE, "Sequences of that or the last pass"),
+    "passes.num_decoding": Fact("sequences", _GAUGE, "Those of them with one new token"),
+    # Reads
+    "read.nbytes": Fact("bytes", _COUNTER, "Weights read from the disk", "disk_read_bytes_total"),
+    "read.busy_seconds": Fact("seconds", _COUNTER, "Time with at least one read in flight"),
+    "read.cached_bytes": Fact("bytes", _COUNTER, "Weights read through the page cache"),
+    "read.cached_file_bytes": Fact("bytes", _GAUGE, "Part of the files that is read through the page cache"),
+    "read.num_reads": Fact("reads", _COUNTER, "Reads that ended, retries not counted"),
+    "read.num_retries": Fact("reads", _COUNTER, "Reads that were repeated after an I/O error"),
+    "stream.wait_seconds": Fact("seconds", _COUNTER, "Time that passes waited for the disk", "disk_wait_seconds_total"),
+    "stream.held_seconds": Fact("seconds", _COUNTER, "Time from the arrival of weights to their release"),
+    "stream.num_acquired": Fact("units", _COUNTER, "Streamed units that were waited for"),
+    "stream.num_unpredicted": Fact("units", _COUNTER, "Those of them whose read had not been started ahead"),
+    # Memory
+    "memory.footprint": Fact("bytes", _GAUGE, "Memory of the process, as the budget counts it", "memory_bytes"),
+    "memory.peak_footprint": Fact("bytes", _GAUGE, "Largest memory of the process so far", "memory_peak_bytes"),
+    "memory.active": Fact("bytes", _GAUGE, "Arrays of MLX"),
+    "memory.cache": Fact("bytes", _GAUGE, "Freed arrays that MLX keeps"),
+    "memory.peak": Fact("bytes", _GAUGE, "Largest arrays of MLX so far"),
+    "memory.lent": Fact("bytes", _GAUGE, "Streamed weights in reserved memory"),
+    "memory.pool": Fact("bytes", _GAUGE, "Experts in memory"),
+    "memory.kv_and_activations": Fact("bytes", _GAUGE, "Keys, values and activations"),
+    "memory.others": Fact("bytes", _GAUGE, "Weights, keys and values of other models of the process"),
+    # Experts
+    "experts.num_routed": Fact("experts", _COUNTER, "Experts that routers chose", "routed_experts_total"),
+    "experts.num_hits": Fact("experts", _COUNTER, "Chosen experts that were in memory", "expert_hits_total"),
+    "experts.num_predicted": Fact("experts", _COUNTER, "Experts read because a router was expected to choose them"),
+    "experts.num_predicted_right": Fact("experts", _COUNTER, "Those of them that were chosen next"),
+    "experts.num_evicted": Fact("experts", _COUNTER, "Experts that lost their slots to others"),
+    "experts.num_calls": Fact("calls", _COUNTER, "Calls of layers of experts"),
+    "experts.num_full": Fact("calls", _COUNTER, "Those of them that ran at the full number of experts"),
+    "experts.read_bytes": Fact("bytes", _COUNTER, "Bytes of experts that were read"),
+    "experts.wait_seconds": Fact("seconds", _COUNTER, "Time that calls waited for experts"),
+    "experts.num_slots": Fact("slots", _GAUGE, "Slots of the pool, one expert each"),
+    "experts.slot_bytes": Fact("bytes", _GAUGE, "Size of a slot"),
+    "experts.expert_bytes": Fact("bytes", _GAUGE, "Bytes of the largest expert"),
+    "experts.num_resident": Fact("experts", _GAUGE, "Experts in the pool"),
+    "experts.num_experts": Fact("experts", _GAUGE, "Experts of all layers"),
+    # Keys and values, prompts, writes
+    "kv.memory_bytes": Fact("bytes", _GAUGE, "Keys and values in memory"),
+    "kv.disk_bytes": Fact("bytes", _GAUGE, "Keys and values on the disk", "kv_disk_bytes"),
+    "kv.read_bytes": Fact("bytes", _COUNTER, "Keys and values read from the disk"),
+    "kv.written_bytes": Fact("bytes", _COUNTER, "Keys and values written to the disk"),
+    "kv.reserved_bytes": Fact("bytes", _GAUGE, "Arrays of MLX for keys and values"),
+    "kv.num_offloaded": Fact("layers", _COUNTER, "Layers offloaded to the disk"),
+    "kv.wait_seconds": Fact("seconds", _COUNTER, "Time that calls waited for keys and values"),
+    "prefixes.num_restored": Fact("tokens", _COUNTER, "Prompt tokens restored from the prefix cache"),
+    "prefixes.num_computed": Fact("tokens", _COUNTER, "Prompt tokens computed"),
+    "prefixes.restored_bytes": Fact("bytes", _COUNTER, "Keys and values restored from the prefix cache"),
+    "prefixes.num_calls_restored": Fact("calls", _COUNTER, "Calls that were restored whole"),
+    "prefixes.stored": Fact("pages", _COUNTER, "Pages stored in the prefix cache"),
+    "prefixes.refused_wear": Fact("pages", _COUNTER, "Pages not stored: the limit of writes is reached"),
+    "prefixes.refused_room": Fact("pages", _COUNTER, "Pages not stored: the disk, or the share of it, is full"),
+    "prefixes.refused_stopped": Fact("pages", _COUNTER, "Pages not stored: storing has stopped"),
+    "prefixes.queued_bytes": Fact("bytes", _GAUGE, "Pages that wait to be written"),
+    "prefixes.damaged": Fact("pages", _COUNTER, "Pages that were found damaged"),
+    "writes.session_bytes": Fact("bytes", _COUNTER, "Written for this model"),
+    "writes.day_bytes": Fact("bytes", _GAUGE, "Written today by this process"),
+    "writes.day_limit_bytes": Fact("bytes", _GAUGE, "Most that may be written in a day"),
+    "writes.refused_bytes": Fact("bytes", _COUNTER, "Not written because of that limit"),
 }
-"""The published numbers that are metrics of the server, with their names and meanings there; counters end in _total."""
 
 
 class Facts(dict[str, float]):
@@ -69,9 +163,12 @@ def budget_of(facts: Facts) -> float:
 
 def read(state: Any) -> Facts:
     """Return the numbers of a published state."""
-    sections = ((section, numbers) for section, numbers in state.items() if isinstance(numbers, dict))
-    named = ((f"{section}.{name}", value) for section, numbers in sections for name, value in numbers.items())
-    return Facts((name, value) for name, value in named if type(value) in (int, float))
+    found = Facts()
+    for name in FACTS:
+        section, key = name.split(".")
+        if (value := (state.get(section) or {}).get(key)) is not None:
+            found[name] = value
+    return found
 
 
 class Sample(NamedTuple):
@@ -104,6 +201,12 @@ def ratio(part: float, whole: float, most: float = math.inf) -> float | None:
     Counters of parts and of the whole, and clocks, are read one after another: a share may come out a little above 1.
     """
     return min(max(part, 0.0) / whole, most) if whole > SHORTEST else None
+
+
+def metrics(state: Any) -> Iterator[tuple[Fact, float]]:
+    """Yield the metrics of one engine and their values. Those that it lacks, such as those of experts, are left out."""
+    found = read(state)
+    yield from ((fact, found[name]) for name, fact in FACTS.items() if fact.metric and name in found)
 
 
 SCHEMA = 1

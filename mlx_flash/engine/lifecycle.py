@@ -44,7 +44,7 @@ from mlx_flash.prefixes.prefixcache import forget
 from mlx_flash.residency.plan import ResidencyPlan, in_gb
 from mlx_flash.speculation import Times
 from mlx_flash.streaming.stream import UnitState, unit_states
-from mlx_flash.telemetry import Json
+from mlx_flash.telemetry import FACTS, Json
 
 
 class Status:
@@ -117,16 +117,15 @@ class Status:
         rest -= min(each.plan.active_bytes for each in (own, *others))  # arrays of the program
         is_latest = all(counters.last_began <= self._counters.last_began for _, counters in running)
         return {
-            "footprint": footprint(),  # as the budget counts it
+            "footprint": footprint(),
             "peak_footprint": peak_footprint(),
-            "active": active,  # arrays of MLX
-            "cache": int(mx.get_cache_memory()),  # freed arrays that MLX keeps
+            "active": active,
+            "cache": int(mx.get_cache_memory()),
             "peak": int(mx.get_peak_memory()),
-            "lent": own.loans.nbytes,  # streamed weights in reserved memory
-            "pool": own.pool_bytes,  # experts
+            "lent": own.loans.nbytes,
+            "pool": own.pool_bytes,
             # All other arrays belong to the last call. A cache may take less than it reserves.
             "kv_and_activations": own.usage.memory_bytes + (max(0, rest) if is_latest else 0),
-            # weights, keys and values of other models of the process
             "others": sum(other.weight_bytes + other.usage.memory_bytes for other in others),
         }
 
@@ -161,21 +160,16 @@ def _parts(layout: ModelLayout, plan: ResidencyPlan, units: Sequence[Unit]) -> l
     return found
 
 
-_PLAN = ("budget", "base", "resident", "pinned", "slots", "pool", "kv", "activation", "spare", "bounce")
-"""Parts of a plan whose bytes are published."""
-
-_OF_PLAN = ("cache_limit", "context_length", "prefill_step_size", "disk_bytes_per_second")
-
-
 def plan_numbers(plan: ResidencyPlan) -> Json:
     """Return the facts about a plan: its attributes of the same names, and a few others."""
-    return {
-        **{name: getattr(plan, name) for name in (*(f"{part}_bytes" for part in _PLAN), *_OF_PLAN)},
+    others = {
         "num_slots": plan.streaming.num_slots,
         "kv_disk_bytes": plan.kv.disk_bytes,
         "read_bytes_per_pass": plan.read_bytes,
         "predicted_seconds_per_pass": plan.opening_seconds,
     }
+    names = [name.removeprefix("plan.") for name in FACTS if name.startswith("plan.")]
+    return {name: others[name] if name in others else getattr(plan, name) for name in names}
 
 
 DEADBAND = 0.05

@@ -159,32 +159,32 @@ LONGEST_GAP_SECONDS = 60.0
 
 @dataclass(slots=True)
 class PassCounters:
-    """Counters of a model's forward calls.
+    """Counters of a model's forward calls, as :mod:`mlx_flash.telemetry` describes them.
 
     The calling thread writes them, any thread may read them. Moments are of ``time.perf_counter()``. A gap is the time
     between a call that ended and the next one, in which MLX evaluates what the call left lazy. Idle time is not
     counted, and tokens of prompts that share a pass with generated ones count as neither.
     """
 
-    num_passes: int = 0  # that ended well
+    num_passes: int = 0
     num_failed: int = 0
-    num_tokens_in: int = 0  # given to the model
-    num_tokens_out: int = 0  # generated
-    num_prompt_tokens: int = 0  # of prompts whose evaluation has ended
-    num_sequences: int = 0  # over all passes
-    pass_seconds: float = 0.0  # in forward passes
-    last_seconds: float = 0.0  # of the last pass
-    decode_seconds: float = 0.0  # in passes that generate tokens
-    prompt_gap_seconds: float = 0.0  # from passes for prompts to the next passes
-    decode_gap_seconds: float = 0.0  # between passes that generate tokens
-    num_guessed: int = 0  # tokens guessed
-    num_right: int = 0  # of them
-    began: float | None = None  # start of the pass under way
-    last_began: float = 0.0  # start of that or the last pass
-    last_ended: float = 0.0  # end of the last pass
-    num_tokens: int = 0  # new tokens of that or the last pass
-    batch_size: int = 0  # its sequences
-    num_decoding: int = 0  # those of them with one new token
+    num_tokens_in: int = 0
+    num_tokens_out: int = 0
+    num_prompt_tokens: int = 0
+    num_sequences: int = 0
+    pass_seconds: float = 0.0
+    last_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_gap_seconds: float = 0.0
+    decode_gap_seconds: float = 0.0
+    num_guessed: int = 0
+    num_right: int = 0
+    began: float | None = None
+    last_began: float = 0.0
+    last_ended: float = 0.0
+    num_tokens: int = 0
+    batch_size: int = 0
+    num_decoding: int = 0
 
     def begin(self, num_tokens: int, batch_size: int, num_decoding: int) -> None:
         """Note the start of a pass: its new tokens over all sequences, these, and those of them with one new token."""

@@ -47,7 +47,8 @@ from mlx_flash.server.openai import ChatRequest, CompletionRequest, EmbeddingReq
 from mlx_flash.server.responses import KeptResponses, ResponseRequest, respond
 from mlx_flash.server.room import EngineRoom
 from mlx_flash.server.service import Service, error_reply
-from mlx_flash.telemetry import METRICS, find, read
+from mlx_flash.telemetry import find, read
+from mlx_flash.telemetry import metrics as metrics_of
 
 API_KEY_VARIABLE = "MLX_FLASH_API_KEY"
 
@@ -424,12 +425,11 @@ def _families(num_requests: int, keys: Mapping[str, int]) -> Iterator[Metric]:
         yield counts
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for engine in find():
-        facts = read(engine.state) if engine.pid == os.getpid() else {}
-        for fact, (name, words) in METRICS.items():
-            if fact in facts:
-                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                family = families.setdefault(name, kind(f"mlx_flash_{name}", words, labels=["model", "number"]))
-                family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], facts[fact])
+        for fact, value in metrics_of(engine.state) if engine.pid == os.getpid() else ():
+            kind = CounterMetricFamily if fact.kind == "counter" else GaugeMetricFamily
+            name = f"mlx_flash_{fact.metric}"
+            family = families.setdefault(name, kind(name, fact.help, labels=["model", "number"]))
+            family.add_metric([str(engine.state["model"]["name"]), str(engine.number)], value)
     yield from families.values()
 
 

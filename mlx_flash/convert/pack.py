@@ -72,6 +72,7 @@ from mlx_flash.storage.safetensors import (
     make_head,
     read_checkpoint,
     read_shard,
+    refuse_unreadable,
 )
 
 DATA_ALIGNMENT = 16 * 1024
@@ -633,13 +634,25 @@ def _check_target(source: Path, target: Path) -> None:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
+def _contents(folder: Path) -> Iterator[Path]:
+    """Yield all below a folder that is to be copied, but no folders."""
+    try:
+        found = [path for path in folder.iterdir() if path.name not in NOT_COPIED]
+    except OSError as fault:
+        refuse_unreadable(folder, "folder", fault)
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            yield from _contents(path)
+        else:
+            yield path
+
+
 def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, ratio: float) -> None:
     """Write everything of the folder that an earlier run has not written."""
     folder, buffer = rewrite.partial, copy_buffer()
     source = checkpoint.directory
     rewritten = {source / INDEX_NAME, *(shard.path for shard in checkpoint.shards)}
-    kept = [path for path in source.rglob("*") if NOT_COPIED.isdisjoint(path.relative_to(source).parts)]
-    others = [path for path in kept if path not in rewritten and (path.is_symlink() or not path.is_dir())]
+    others = [path for path in _contents(source) if path not in rewritten]
     if strange := next((path for path in others if not path.is_file()), None):
         raise CheckpointNotFoundError(
             f"{strange} is no file that can be copied: a link to a folder or to nothing, or a device. Hint: remove it."
@@ -652,12 +665,12 @@ def _fill(rewrite: Rewrite, checkpoint: Checkpoint, progress: Progress | None, r
         )
 
     rewrite.write(lambda tensor: read_pieces(checkpoint.tensors[tensor.name], buffer), progress)
-    with write_errors(f"cannot copy the files of {source} to {folder}", AGAIN):
-        for path in others:
-            copy = folder / path.relative_to(source)
+    for path in others:
+        copy = folder / path.relative_to(source)
+        with write_errors(f"cannot copy {path} to {copy}", AGAIN):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)
-        os.sync()
+    os.sync()
     if len(rewrite.shards) > 1 and all(Path(shard.name).match(STOCK_PATTERN) for shard in rewrite.shards):
         with write_errors(f"cannot write {folder / INDEX_NAME}", AGAIN):
             places = {tensor.name: shard.name for shard in rewrite.shards for tensor in shard.tensors}

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -31,7 +32,7 @@ from mlx_flash.convert.pack import (
     streaming_order,
 )
 from mlx_flash.engine.prepare import resolve
-from mlx_flash.errors import CheckpointNotFoundError, ConfigError, HeaderError, ReadError, WriteError
+from mlx_flash.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HeaderError, ReadError, WriteError
 from mlx_flash.layout.load import load_lazily
 from mlx_flash.layout.parts import Unit
 from mlx_flash.layout.units import make_layout
@@ -304,7 +305,22 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
         with pytest.raises(CheckpointNotFoundError, match=r"tokenizer\.json is no file that can be copied"):
             pack(source, tmp_path / "packed")
         (source / "tokenizer.json").unlink()
+    (source / "adapters").mkdir()
+
+    def ask(system: Callable[[Path], Any], path: Path) -> Any:
+        if Path(path).name == "adapters":
+            raise PermissionError(13, "Permission denied")
+        return system(path)
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, functools.partial(ask, getattr(os, name)))
+    with pytest.raises(CheckpointError, match=r"adapters: cannot read this folder: Permission denied"):
+        pack(source, tmp_path / "packed")
+    monkeypatch.undo()
     assert not list(tmp_path.rglob("packed*/*.safetensors"))
+    monkeypatch.setattr(pack_module.shutil, "copy2", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(WriteError, match=r"cannot copy .*source/config\.json to .*: Permission denied"):
+        pack(source, tmp_path / "packed")
 
 
 class Stop(Exception):

@@ -369,9 +369,9 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
     if not layout.experts:
         return sizes
     trunk = _measure(trunk_of(layout), activations)
-    records = [parameter.records for stack in layout.experts for parameter in stack.unit.large]
-    copies = place(records, kernel_alignment()).copies or any(place_experts(s).read.copied for s in layout.experts)
-    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=trunk.copies or copies))
+    stacks = _any_copied([stack.unit for stack in layout.experts])
+    copies = trunk.copies or stacks or any(place_experts(stack).read.copied for stack in layout.experts)
+    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=copies))
 
 
 def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
@@ -393,6 +393,11 @@ def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
     return found
 
 
+def _any_copied(units: Sequence[Unit]) -> bool:
+    """Return whether some weights of units are read through a bounce buffer. The first of them ends the search."""
+    return any(place([p.records], kernel_alignment()).copies for unit in units for p in unit.large)
+
+
 def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
     sizes = _unit_sizes(layout)
@@ -408,7 +413,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
         cache=layout.cache,
         activations=activations,
         finer=tuple(finer),
-        copies=place([p.records for unit in layout.units for p in unit.large], kernel_alignment()).copies,
+        copies=_any_copied(layout.units),
         num_operations=layout.trace.num_operations,
         own_head=None if layout.head is None else (layout.head.nbytes, layout.head.row_bytes),
     )

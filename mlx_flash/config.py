@@ -41,7 +41,10 @@ _DECIDED_OTHERWISE = {
         "top_k",
         "moe_top_k_override",
     ),
-    "the plan decides on the memory of experts": ("expert_cache_size",),
+    "the plan decides on the memory of experts, and expert_pool=False reads whole layers": (
+        "expert_cache_size",
+        "expert_pool_gb",
+    ),
     "num_slots sets how far the reader is ahead": ("prefetch_layers", "pipeline_depth"),
     "reads always overlap computing": ("pipelined_execution",),
     "free memory and io decide what the page cache keeps": ("eviction", "eviction_strategy"),
@@ -58,7 +61,7 @@ _DECIDED_OTHERWISE = {
     "the plan cuts large weights into row tiles where the budget needs it": ("tiled_execution", "tile_size"),
 }
 IDLE = {name: reason for reason, names in _DECIDED_OTHERWISE.items() for name in names}
-"""Settings of other programs that have no effect here, each with what decides instead."""
+"""Settings of other programs and earlier versions that have no effect here, each with what decides instead."""
 
 OTHER_NAMES = (*ALIASES, *IDLE)
 

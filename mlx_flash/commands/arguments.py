@@ -177,8 +177,9 @@ ACCESS = (
 IDLE = (
     flag("--tile-size N", argparse.SUPPRESS, int),
     flag("--no-pipeline", argparse.SUPPRESS, dest="pipelined_execution"),
+    flag("--expert-pool-gb GB", argparse.SUPPRESS, float),
 )
-"""Flags of other programs that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
+"""Flags that only cause a warning (:data:`mlx_flash.config.IDLE`)."""
 
 _PIPED = f"the prompt; '-' reads it from standard input (default: what is piped in, or {DEFAULT_PROMPT!r})"
 _LOUD = "False: text alone on stdout; without a value: print the log, too"
@@ -204,7 +205,6 @@ GENERATE = (
     MAX_KV_SIZE,
     flag("--prompt-cache-file FILE", "refused: mlx-flash exec -- mlx_lm.generate reads them"),
     *QUANTIZED,
-    *IDLE,
     JSON,
     YES,
 )
@@ -226,7 +226,6 @@ CHAT = (
     flag("--seed N", "seed of the random numbers", SEED, default=0),
     MAX_KV_SIZE,
     flag("--pipeline", "refused: a conversation is for one rank"),
-    *IDLE,
 )
 RUN = (
     flag("--model MODEL", "the same, at any place"),
@@ -466,7 +465,7 @@ def _add_flags(parser: Parser, command: Command) -> None:
         parser.add_argument("--model", metavar="MODEL", help="the same, at any place", **options)
     for name in BASICS if command.streams else ():
         _add_setting(parser, name, help_texts[name])
-    for names, given in command.flags:
+    for names, given in [*command.flags, *(IDLE if command.streams else ())]:
         parser.add_argument(*names, **given)
     parser.add_argument("--quiet", action="store_true", help="results and errors alone: no progress, notes or warnings")
     with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of that name

@@ -60,7 +60,7 @@ def make_config(args: argparse.Namespace, modelfile: Mapping[str, str] | None = 
     The Modelfile is that with the name of the command's model, unless the settings of another one are given.
     """
     flags = vars(args)  # commands that load no model have fewer
-    idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution")}
+    idle = {name: flags.get(name) for name in ("tile_size", "pipelined_execution", "expert_pool_gb")}
     modelfile = flags.get("flash") if modelfile is None else modelfile
     config = FlashConfig.resolve(modelfile=modelfile, **{name: flags.get(name) for name in SETTINGS}, **idle)
     if config.kv_max_tokens is not None and flags.get("kv_bits") is not None:

@@ -179,6 +179,7 @@ FLASH_PREFETCH_LAYERS 2
 FLASH_QUANT_WARN_BELOW 4
 FLASH_TOP_K 2
 FLASH_EVICTION free
+FLASH_EXPERT_POOL_GB 0
 """
 
 
@@ -186,7 +187,7 @@ def test_directives_of_another_program_are_taken_and_idle_ones_noted(caplog: pyt
     warn_once.cache_clear()
     assert parse_flash_directives(DIRECTIVES) == FlashConfig(ram_budget_gb=3, queue_depth=4)
     (text,) = warnings_of(caplog)
-    idle = ("PREFETCH_LAYERS", "QUANT_WARN_BELOW", "TOP_K", "EVICTION")
+    idle = ("PREFETCH_LAYERS", "QUANT_WARN_BELOW", "TOP_K", "EVICTION", "EXPERT_POOL_GB")
     found = re.findall(r"line (\d): FLASH_(\w+) has no effect", text)
     assert found == [(str(number), name) for number, name in enumerate(idle, 4)]
     assert parse_flash_directives("FROM /models/x\nSYSTEM hello\n") == FlashConfig(enabled=False)
@@ -198,7 +199,7 @@ def test_the_docs_list_every_other_name() -> None:
     table = (children.ROOT / "docs" / "settings.md").read_text().split("| name elsewhere |")[1].split("\n\n")[0]
     names = "".join(line.split("|")[1] for line in table.splitlines()[1:])
     assert set(re.findall(r"`([a-z_]+)`", names)) == set(OTHERS)
-    assert set(re.findall(r"`(--[a-z-]+)`", names)) == {*FLAGS, "--tile-size", "--no-pipeline"}
+    assert set(re.findall(r"`(--[a-z-]+)`", names)) == {*FLAGS, "--tile-size", "--no-pipeline", "--expert-pool-gb"}
 
 
 def test_another_programs_imports_and_script_run(folder: Path) -> None:
@@ -235,6 +236,8 @@ for token in mlx_lm.stream_generate(model, tokenizer, prompt="Once", max_tokens=
 def test_flags_without_a_command_are_those_of_generate_or_run(folder: Path, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "Modelfile").write_text(f"FROM {folder}\nPARAMETER num_predict 4\n{DIRECTIVES}")
     warn_once.cache_clear()
+    for command in ("generate", "serve", "plan", "verify"):
+        assert parse_arguments([command, "m", "--expert-pool-gb", "2", "--tile-size", "9"]).expert_pool_gb == 2
     for command, bits in (
         (["--model", str(folder), "--ram", "1.5", "--kv-quant", "8", "--max-tokens", "4", "--tile-size", "9"], 8),
         (["--model", str(folder), "--prompt", "hi", "--kv-quant", "0", "--debug", "--no-pipeline"], None),
@@ -251,7 +254,7 @@ def test_flags_without_a_command_are_those_of_generate_or_run(folder: Path, tmp_
     assert main(["generate", str(folder), "--kv-bits", "8", "--max-tokens", "4", "--prompt", "Once"]) == 0
     assert printed == capfd.readouterr().out and printed
     assert main(["--modelfile", str(tmp_path / "Modelfile"), "--prompt", "hi"]) == 0
-    assert capfd.readouterr().err.count("has no effect") == 4
+    assert capfd.readouterr().err.count("has no effect") == 5
 
 
 def test_two_names_of_a_setting_must_agree(tmp_path: Path) -> None:

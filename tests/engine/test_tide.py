@@ -115,6 +115,18 @@ def test_a_hog_is_answered_at_once_and_does_not_swing_the_budget() -> None:
     assert beside(manager, lambda now: TOTAL - manager.budget_bytes, 5)[-1] == GB == min(manager.changes)
 
 
+def test_it_rises_to_the_least_room_of_each_calm_period() -> None:
+    rooms = [*([8 * GB, 6 * GB] * 31), *[int(6.2 * GB)] * 70, *[10 * GB] * 62]
+    manager, readings = FakeManager(4 * GB), iter(rooms)
+    budgets = [manager.budget_bytes for _ in watched(manager, lambda: seen(next(readings)), range(len(rooms)), 0)]
+    assert manager.changes == [6 * GB, 10 * GB] and budgets[131] == 6 * GB
+
+
+def seen(room: int) -> MemoryReading:
+    """Return a look at a machine with so much room for a process that holds nothing."""
+    return MemoryReading(TOTAL, room + TOTAL // 10)
+
+
 def test_pressure_of_linux(tmp_path: Path) -> None:
     text = "some avg10={} avg60=0.00 avg300=0.00 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=1\n"
     for name, value in (("a", "1.50"), ("b", "12.00")):

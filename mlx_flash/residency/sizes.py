@@ -19,7 +19,7 @@ from mlx_flash.layout.units import matrices_of, place_experts, trunk_of
 from mlx_flash.memory.arena import kernel_alignment
 from mlx_flash.memory.driver import has_own_memory
 from mlx_flash.memory.pagecache import DIRECT_ALIGNMENT
-from mlx_flash.storage.placement import padded_bytes, place
+from mlx_flash.storage.placement import must_copy, padded_bytes
 from mlx_flash.storage.probe import Measurements
 
 RESULTS = Measurements("attention.json")
@@ -369,9 +369,9 @@ def measure(layout: ModelLayout, config: dict[str, Any]) -> ModelSizes:
     if not layout.experts:
         return sizes
     trunk = _measure(trunk_of(layout), activations)
-    stacks = _any_copied([stack.unit for stack in layout.experts])
-    copies = trunk.copies or stacks or any(place_experts(stack).read.copied for stack in layout.experts)
-    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=copies))
+    records = [parameter.records for stack in layout.experts for parameter in stack.unit.large]
+    copies = any(place_experts(stack).read.copied for stack in layout.experts) or must_copy(records, kernel_alignment())
+    return replace(sizes, trunk=replace(trunk, experts=_expert_sizes(layout.experts), copies=trunk.copies or copies))
 
 
 def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
@@ -393,11 +393,6 @@ def _unit_sizes(layout: ModelLayout) -> dict[int, UnitSize]:
     return found
 
 
-def _any_copied(units: Sequence[Unit]) -> bool:
-    """Return whether some weights of units are read through a bounce buffer. The first of them ends the search."""
-    return any(place([p.records], kernel_alignment()).copies for unit in units for p in unit.large)
-
-
 def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
     small = [parameter for unit in layout.units for parameter in unit.small]
     sizes = _unit_sizes(layout)
@@ -413,7 +408,7 @@ def _measure(layout: ModelLayout, activations: ActivationSizes) -> ModelSizes:
         cache=layout.cache,
         activations=activations,
         finer=tuple(finer),
-        copies=_any_copied(layout.units),
+        copies=must_copy([p.records for unit in layout.units for p in unit.large], kernel_alignment()),
         num_operations=layout.trace.num_operations,
         own_head=None if layout.head is None else (layout.head.nbytes, layout.head.row_bytes),
     )

@@ -128,6 +128,18 @@ def place(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> Place
     return Placement(nbytes, (*placed.segments(0), *segments), tuple(offsets[i] for i in range(len(groups))))
 
 
+def must_copy(groups: Sequence[Sequence[TensorRecord]], alignment: int = 1) -> bool:
+    """Return whether :func:`place` would read any of some parameters through a bounce buffer."""
+    for group in groups:
+        first, end, is_whole = group[0], group[0].offset, is_aligned(group[0], alignment)
+        for record in group:
+            is_whole &= record.path == first.path and record.offset == end
+            end += record.nbytes
+        if not is_whole and end > first.offset:
+            return True
+    return False
+
+
 def without(placement: Placement, ranges: Sequence[range]) -> Placement:
     """Return a placement whose reads leave out the parameters at some ranges of the buffer. Offsets stay."""
     segments: list[Segment] = []

@@ -340,7 +340,7 @@ class PrefixStore:
         if not self.is_writable:
             self._count("stopped")
             return False
-        if page_index and not self._has(names[-2]) and not self._writer.queued_bytes:
+        if page_index and not self._writer.queued_bytes and not self._has(names[-2]):  # in this order: it may come now
             return False  # the page before it was refused
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes

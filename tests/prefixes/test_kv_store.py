@@ -185,6 +185,24 @@ def test_bytes_that_wait_are_bounded(opened: Opener, monkeypatch: pytest.MonkeyP
     assert found(store, TOKENS) == 6 and store.find([1] * STEP).pages
 
 
+def test_a_page_that_is_written_meanwhile_has_followers(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has, lock = opened(), PrefixStore._has, HeldLock(opened.directory / "lock", create=0o600)
+    first, _ = page_folder.page_names(store._root, TOKENS, [STEP, 2 * STEP])
+    assert store.put(TOKENS, 0, blobs(TOKENS[:STEP])), "it waits for the lock"
+
+    def look(store: PrefixStore, page: str) -> bool:
+        is_there = has(store, page)
+        if page == first and threading.current_thread() is threading.main_thread():
+            lock.release()
+            store.flush()
+        return is_there
+
+    monkeypatch.setattr(PrefixStore, "_has", look)
+    assert store.put(TOKENS, 1, blobs(TOKENS[: 2 * STEP]))
+    lock.release()
+    assert found(store, TOKENS) == 2
+
+
 def test_unexpected_error_of_the_writer_blocks_nobody(
     opened: Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +412,6 @@ SHARE = """
 import random, sys
 sys.path[:0] = sys.argv[2:3]
 import stored_pages as t
-from mlx_flash.errors import WriteError
 from mlx_flash.errors import WriteError
 from mlx_flash.files import HeldLock
 from pathlib import Path

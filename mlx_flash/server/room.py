@@ -209,8 +209,8 @@ class EngineRoom:
             seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
         with suppress(Empty):
             self._woken.get(timeout=seconds)
-            while is_idle:
-                self._woken.get(timeout=GATHER_SECONDS)
+            for _ in range(self._options.decode_concurrency):  # clients that come and leave at once never end
+                self._woken.get(timeout=GATHER_SECONDS if is_idle else 0.0)
         with self._lock:
             news = News(self._requests, self._left, self.models.expired(), self._is_stopping)
             self._requests, self._left = [], []

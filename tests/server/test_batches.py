@@ -10,9 +10,10 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
-from types import FrameType
+from queue import Empty
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -296,6 +297,20 @@ def test_requests_that_come_shortly_after_each_other_begin_together(
 
     assert list(map(text_of, served.run(collect()))) == expected
     assert {*map(len, prompts)} == {2}
+
+
+def test_clients_that_come_and_leave_hold_up_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, prepare, num_news, before = served.room._woken, loaded.LoadedModel.prepare, count(), list[int]()
+
+    def get(timeout: float | None) -> None:
+        if next(num_news) > 1000:
+            raise Empty
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.room, "_woken", SimpleNamespace(get=get, put=waited.put, empty=lambda: True))
+        patch.setattr(loaded.LoadedModel, "prepare", lambda *given: (before.append(next(num_news)), prepare(*given)))
+        assert text_of(served.events(request(ALIKE[0])))
+    assert before[0] < 100
 
 
 @pytest.mark.usefixtures("grouping")

@@ -1056,11 +1056,13 @@ def _budgets(sizes: ModelSizes, config: FlashConfig, machine: Machine, least: in
 
 
 def _least_for(sizes: ModelSizes, config: FlashConfig, machine: Machine, context: int | None) -> int | None:
-    """Return the smallest budget for a context; None where no memory or disk of the machine holds it."""
+    """Return the smallest budget for a context; None where no disk holds it."""
     step = config.prefill_step_size
     step = step if step is None or context is None else min(step, context)
     asked = replace(config, ram_budget_gb="min", context_length=context, prefill_step_size=step)
     try:
         return make_plan(sizes, asked, machine).minimum_bytes
+    except BudgetError as error:  # the machine has no room to read expert by expert, or for anything
+        return error.minimum_bytes
     except ConfigError:
         return None

@@ -54,6 +54,7 @@ from mlx_flash.residency.planner import (
     make_plan,
     simulate,
     spread,
+    table_of_budgets,
     tile_rows,
 )
 from mlx_flash.residency.sizes import (
@@ -563,3 +564,5 @@ def test_whole_layers_are_read_only_where_the_least_pool_does_not_fit(exact_tile
     smallest = make_plan(sizes, with_budget(FIXED, word.minimum_bytes), machine)
     assert below.pool is None and smallest.pool is None and word.minimum_bytes < word.budget_bytes
     assert smallest.seconds > word.seconds
+    between = replace(machine, total_memory=word.budget_bytes - 1, available_memory=GB)
+    assert [plan.pool for plan, _ in table_of_budgets(sizes, FIXED, between)][:1] == [None]

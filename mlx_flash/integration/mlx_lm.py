@@ -168,4 +168,4 @@ _CHANGES = (
     Change("mlx_lm.generate", "speculative_generate_step", stock_speculative_generate_step, speculative_generate_step),
     Change("mlx_lm.generate", "BatchGenerator", StockBatchGenerator, SharingGenerator),
 )
-"""What the patch changes besides ``load_model``."""
+"""Attributes that the patch changes besides ``load_model``."""

@@ -1,6 +1,6 @@
 """Views of a prompt cache for calls in lockstep: each call sees the cache as the calls before it will leave it.
 
-Checkpoints put it back.
+Checkpoints put a cache back after tokens that were computed in vain.
 
 The calls visit each layer in their order, but all of them pass the top of the model, where masks and positions are
 made, before the first has reached the last layer. So an entry of a later call answers from a clone at first, which the

@@ -1,4 +1,4 @@
-"""What the system is asked beside MLX, which is not imported: direct reads, its page cache, its need of memory."""
+"""Questions to the system, without MLX: its page cache, direct reads past it, and how much it lacks memory."""
 
 from __future__ import annotations
 

@@ -294,9 +294,9 @@ class PrefixStore:
     def find(self, tokens: Tokens, ends: Sequence[int]) -> Prefix:
         """Return the longest cached prefix of a prompt, each of whose pages ends after so many tokens.
 
-        Pages of it that wait to be written are waited for.
+        Pages that wait to be written are waited for, those of other prompts too: computing tokens again takes longer.
         """
-        self.flush()  # it is faster than computing them
+        self.flush()
         names = page_names(self._root, tokens, ends)
         count = next((i for i, page in enumerate(names) if not self._has(page)), len(names))
         return Prefix(tuple(ends[:count]), tuple(names[:count]))
@@ -340,7 +340,7 @@ class PrefixStore:
         if not self.is_writable:
             self._count("stopped")
             return False
-        if page_index and not self._writer.queued_bytes and not self._has(names[-2]):  # in this order: it may come now
+        if page_index and not self._writer.queued_bytes and not self._has(names[-2]):  # the queue first: it writes
             return False  # the page before it was refused
         nbytes = sum(memoryview(blob.data).nbytes for blob in blobs.values())
         is_large = nbytes > self._writer.limit_bytes

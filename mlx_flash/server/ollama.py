@@ -316,9 +316,8 @@ def listed(source: Source) -> dict[str, Any]:
     states = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
     modified = max((state.st_mtime for _, state in states), default=float(source.created))
     config = read_json_object(folder / "config.json", _MOST_BYTES)
-    name = (
-        source.name if ":" in source.name.rpartition("/")[2] else source.name + LATEST
-    )  # with a tag, as Ollama has it
+    has_tag = ":" in source.name.rpartition("/")[2]  # as all names of Ollama's have
+    name = source.name if has_tag else source.name + LATEST
     family = str(config.get("model_type", ""))
     quantization = config.get("quantization") or config.get("quantization_config")
     bits = quantization.get("bits") if isinstance(quantization, dict) else None

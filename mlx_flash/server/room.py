@@ -209,7 +209,7 @@ class EngineRoom:
             seconds = RANKS_SECONDS if seconds is None else min(RANKS_SECONDS, seconds)
         with suppress(Empty):
             self._woken.get(timeout=seconds)
-            for _ in range(self._options.decode_concurrency):  # clients that come and leave at once never end
+            for _ in range(self._options.decode_concurrency):  # not without end: clients may come and leave
                 self._woken.get(timeout=GATHER_SECONDS if is_idle else 0.0)
         with self._lock:
             news = News(self._requests, self._left, self.models.expired(), self._is_stopping)
